@@ -15,6 +15,7 @@ from shd_ref.errors import ShdError, argument_value
 from shd_ref.merging.alpha import check_option
 
 MODULES: Final = "modules.json"
+SETTINGS: Final = "config_sentence_transformers.json"
 MAX_WEIGHT_BYTES: Final = 1 << 28
 """Weights of one module after the model, such as a projection of its embeddings."""
 
@@ -83,10 +84,7 @@ def read_texts(folder: Path) -> TextSettings:
     """How a folder reads texts; ``read-failed`` for settings that only sentence-transformers can follow."""
     if not os.path.exists(folder / MODULES):  # noqa: PTH110  (a path that no file has is none)
         return TextSettings()
-    own, shared, config = (
-        _read_object(folder, name)
-        for name in ("sentence_*_config.json", "config_sentence_transformers.json", "config.json")
-    )
+    own, shared, config = (_read_object(folder, name) for name in ("sentence_*_config.json", SETTINGS, "config.json"))
     positions, name = config.get("max_position_embeddings"), shared.get("default_prompt_name")
     length, lower, prompts = own.pop("max_seq_length", None), own.pop("do_lower_case", False), shared.get("prompts")
     prompt = prompts.get(str(name)) or "" if isinstance(prompts, dict) else ""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, sample_key
 from shd_ref.errors import ShdError, argument_value
-from shd_ref.teacher.sentence_folder import Pooling
+from shd_ref.teacher.sentence_folder import MODULES, SETTINGS, Pooling, read_file
 from shd_torch.compress.handover import judge_graphs
 from shd_torch.compress.samples import Row, batches
 from shd_torch.compress.stages import STATIC, Run
@@ -44,7 +44,7 @@ def judge_static(run: Run, config: TrainingConfig) -> dict[str, Any] | None:
     def make() -> dict[str, Any]:
         run.progress(0, 0, "a static table is fitted")
         table = fit_table(run, task, config, set(tokenizer.all_special_ids))
-        _write_folder(folder, table, tokenizer, task.pooling.normalize)
+        _write_folder(folder, table, tokenizer, task.pooling.normalize, run.teacher)
         pooled = replace(task, pooling=Pooling("mean", task.pooling.normalize))
         graphs = {"float": folder / "onnx" / "model.onnx"}
         return judge_graphs(graphs, run.judge("held_out"), run.judges_by_file(), pooled)
@@ -145,7 +145,7 @@ def _embed_tokens(run: Run, task: SentenceEncoder, row: Row, is_text: NDArray[np
     return table
 
 
-def _write_folder(folder: Path, table: NDArray[np.float32], tokenizer: Any, normalize: bool) -> None:
+def _write_folder(folder: Path, table: NDArray[np.float32], tokenizer: Any, normalize: bool, teacher: Path) -> None:
     """As sentence-transformers loads it, and a graph from tokens to their vectors."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -165,7 +165,9 @@ def _write_folder(folder: Path, table: NDArray[np.float32], tokenizer: Any, norm
         }
         for at, kind in enumerate(kinds)
     ]
-    (folder / "modules.json").write_text(json.dumps(modules, indent=1) + "\n", encoding="utf-8")
+    if (teacher / SETTINGS).exists():  # with the prompt, whose tokens are among those of each text
+        (folder / SETTINGS).write_bytes(read_file(teacher, SETTINGS))
+    (folder / MODULES).write_text(json.dumps(modules, indent=1) + "\n", encoding="utf-8")
     graph = helper.make_graph(
         [helper.make_node("Gather", ["table", "input_ids"], ["last_hidden_state"])],
         "static",

@@ -75,7 +75,7 @@ def compare(
         student, judge = _make(run, wish, number, row).student, run.judge("choices")
         quality = run.find(f"untrained-{wish.name}-{number}", lambda: asdict(judge.measure(model_run(student))))  # noqa: B023
         tried.append(row | {"number": number, "untrained": quality, "rounds": []})
-    own = [row for row in tried if row["keeps_layers"]]  # as far from the teacher as no other: it has its own rate
+    own = [row for row in tried if row["keeps_layers"]]  # a rival, which has a rate that suits it, and as many steps
     for row in [*tried[:1], *own]:
         row["learning_rate"] = _choose_rate(run, wish, row, config)
     for row in tried:
@@ -97,7 +97,7 @@ def compare(
     for row in own:
         for result in best["rounds"][len(row["rounds"]) :]:
             row["rounds"].append(_train_short(run, wish, row, _short(row, config, result["steps"])))
-    return tried, best, config
+    return tried, best, replace(config, learning_rate=best["learning_rate"])
 
 
 def _short(row: Mapping[str, Any], config: TrainingConfig, steps: int) -> TrainingConfig:

@@ -182,7 +182,11 @@ def test_tokens_without_a_mask_all_count(tmp_path: Path) -> None:
 
 
 def test_each_target_gets_the_learning_rate_that_suits_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The best after short trainings of its first candidate, until neighbours are worse; none that diverges."""
+    """The best after short trainings of its first candidate, until neighbours are worse; none that diverges.
+
+    Kept layers have a rate of their own, and as many steps as the best candidate.
+    """
+    kept = 3
     values = {
         "2x": {RATES[1]: 0.9, RATES[2]: 0.8, RATES[3]: 1.0},
         "8x": {RATES[1]: 0.6, RATES[2]: 0.7, RATES[3]: 0.8},
@@ -192,9 +196,11 @@ def test_each_target_gets_the_learning_rate_that_suits_it(monkeypatch: pytest.Mo
 
     def train_short(run: Any, wish: Any, row: Any, config: TrainingConfig) -> dict[str, float]:
         trained.append((wish.name, row["number"], config.learning_rate, config.steps))
+        if row["number"] == kept:
+            return {"value": 0.1 * RATES.index(config.learning_rate) - 1, "steps": config.steps}
         if config.learning_rate not in values[wish.name]:
             raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
-        return {"value": values[wish.name][config.learning_rate] - row["number"]}
+        return {"value": values[wish.name][config.learning_rate] - row["number"], "steps": config.steps}
 
     monkeypatch.setattr(students, "_train_short", train_short)
     monkeypatch.setattr(students, "_make", lambda *_: SimpleNamespace(student=None))
@@ -202,16 +208,19 @@ def test_each_target_gets_the_learning_rate_that_suits_it(monkeypatch: pytest.Mo
     run: Any = SimpleNamespace(**made)
     config = TrainingConfig([], tmp_path, 0, 0, half=False, learning_rate=RATES[1])
     for wish, best in zip(OPTIONS_OF_TWO.wishes([8.0, 1.0]), (RATES[1], RATES[3]), strict=True):
-        tried, chosen, own = students.compare(run, wish, [{}, {}, {}], config)
-        assert (len(tried), chosen["number"], own.learning_rate) == (3, 0, best)
+        rows = [{"keeps_layers": number == kept} for number in range(4)]
+        tried, chosen, own = students.compare(run, wish, rows, config)
+        assert (len(tried), chosen["number"], own.learning_rate) == (4, 0, best)
         rates = [(wish.name, 0, rate, 100) for rate in tries[wish.name]]
-        assert trained[: len(rates)] == rates
-        # All after 100 steps, the better half after 300.
-        runs = [(0, 100), (1, 100), (2, 100), (0, 300), (1, 300)]
-        assert trained[len(rates) :] == [(wish.name, number, best, steps) for number, steps in runs]
+        rates += [(wish.name, kept, rate, 100) for rate in RATES]
+        assert [trained.pop(0) for _ in rates] == rates
+        # All after 100 steps, the better half after 300, kept layers as well.
+        runs = [(0, 100), (1, 100), (2, 100), (kept, 100), (0, 300), (1, 300), (kept, 300)]
+        wanted = [(wish.name, number, RATES[3] if number == kept else best, steps) for number, steps in runs]
+        assert trained == wanted
         trained.clear()
     run.options = replace(OPTIONS, learning_rate=RATES[2])
-    assert students.compare(run, wish, [{}], config)[2].learning_rate == RATES[2]
+    assert students.compare(run, wish, [{"keeps_layers": False}], config)[2].learning_rate == RATES[2]
     assert {rate for _, _, rate, _ in trained} == {RATES[2]}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.commands import invoke
-from support.folders import TEXTS, Settings, random_like, save_model, save_modules, save_tokenizer
+from support.folders import MARKS, TEXTS, Settings, random_like, save_model, save_modules, save_tokenizer
 from support.refusals import refusal
 
 transformers: Any = pytest.importorskip("transformers", reason="teachers are Hugging Face models")
@@ -23,14 +23,15 @@ from shd_ref.cache import CacheReader, sample_key  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_ref.teacher import PrecomputeOptions, RunOptions, open_source, read_pooling  # noqa: E402
 from shd_ref.teacher.precompute.engine import precompute  # noqa: E402
-from shd_ref.teacher.sentence_folder import PADS_FRONT  # noqa: E402
+from shd_ref.teacher.sentence_folder import PADS_FRONT, Pooling  # noqa: E402
 from shd_ref.teacher.study.recheck import recheck_records  # noqa: E402
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions  # noqa: E402
 from shd_torch.compress.run import _open_run, study_teacher  # noqa: E402
 from shd_torch.compress.samples import Samples, pad, read_rows  # noqa: E402
 from shd_torch.compress.space import Design  # noqa: E402
-from shd_torch.compress.students import _make  # noqa: E402
+from shd_torch.compress.static import _embed_tokens, judge_static  # noqa: E402
+from shd_torch.compress.students import _make, prepare_training  # noqa: E402
 from shd_torch.compress.task import Decoder, Judge, find_task, graph_run, model_run  # noqa: E402
 from shd_torch.export import example_inputs, export_teacher, load_hf_model  # noqa: E402
 from shd_torch.shrink.folders import forward_inputs, load_teacher, padding_of, read_config  # noqa: E402
@@ -222,6 +223,38 @@ def test_students_of_a_model_kept_in_halves_are_float32(tmp_path: Path) -> None:
         row = {"design": asdict(Design((0, 1), (2, 2), (16, 16)))}
         student = _make(run, next(iter(OPTIONS.wishes([1.0]))), 0, row).student
         assert {parameter.dtype for parameter in student.parameters()} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_static_table_is_the_one_that_sentence_transformers_loads(tmp_path: Path) -> None:
+    """With the prompt of its teacher, whose answers are nearer to its own than to what it was fitted from."""
+    library = pytest.importorskip("sentence_transformers", reason="it loads the folder")
+    with open_run(tmp_path, "sentences with a prompt") as run:
+        run.options = replace(run.options, static=True)
+        config, is_text = prepare_training(run), np.arange(30) > len(MARKS) - 1
+        assert judge_static(run, config) is not None
+        judge, start = run.judge("choices"), _embed_tokens(run, run.task, config.rows[0], is_text)
+        pooled = replace(run.task, pooling=Pooling("mean"))
+        graph = graph_run(run.folder / "static" / "onnx" / "model.onnx")
+        assert (
+            judge.measure(graph, pooled).loss
+            < 0.9 * judge.measure(lambda rows: start[rows["input_ids"]], pooled).loss
+        )
+        batch = pad(read_rows(tmp_path / "data.jsonl", tmp_path / "teacher", None), 0)
+        mask = torch.from_numpy(batch["attention_mask"])
+        expected = pooled.summarise(torch.from_numpy(graph(batch)), {"attention_mask": mask})
+        encoder = library.SentenceTransformer(str(run.folder / "static"), device="cpu", local_files_only=True)
+        got = torch.from_numpy(encoder.encode(TEXTS))
+    cosines = torch.nn.functional.cosine_similarity(got, expected)
+    assert float(cosines.min()) > 1 - allowed(expected.numpy())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_static_table_is_of_a_sentence_encoder(tmp_path: Path) -> None:
+    with open_run(tmp_path, "padding in front") as run:
+        run.options = replace(run.options, static=True)
+        with refusal("argument-value", "static must go with a sentence-transformers encoder; got a classifier"):
+            judge_static(run, SimpleNamespace())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "most"), [("RobertaModel", 7), ("GPT2LMHeadModel", 9)])
