@@ -124,7 +124,8 @@ def _estimate(options: CompressOptions, paces: Paces, search: Search, space: Spa
     # Kept layers are tried too, at a rate of their own.
     tried, parts = (options.most_candidates + 1) * wishes, len(space.heads) + len(space.neurons) - 1
     first, second = search.steps
-    trainings = (tried + wishes * (2 * (_RATES - 1) + _PROBES * search.tries_shd)) * first + tried / 2 * second
+    shorter, longer = tried + wishes * _PROBES * search.tries_shd, tried / 2 + wishes * 2 * (_RATES - 1)
+    trainings = shorter * first + longer * second
     return {
         "costs": (len(space.heads) + len(space.neurons) + 3) * paces.graph,
         "parts": _WEIGHED * parts * space.num_layers * paces.forward * search.judged / 64,
