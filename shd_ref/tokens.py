@@ -151,24 +151,21 @@ def span_groups(teacher_spans: ArrayLike, student_spans: ArrayLike) -> Array:
 
     Args:
         teacher_spans: integers ``(L, 2)``, of each token the first character and the one after its last: a fast
-            tokenizer's ``offset_mapping``.
+            tokenizer's ``offset_mapping``, without padding.
         student_spans: ``(l, 2)``, of the same text.
 
     Returns:
         ``(l, L)``, for ``pool_tokens``.
 
     Raises:
-        ShdError: ``argument-shape``, ``argument-dtype``, ``argument-value``.
+        ShdError: ``argument-value``.
     """
     spans = [np.asarray(value) for value in (teacher_spans, student_spans)]
     for name, value in zip(("teacher_spans", "student_spans"), spans, strict=True):
-        if value.dtype.kind not in "iu":
-            raise ShdError("argument-dtype", f"{name} must be integers; got dtype {value.dtype}")
-        if value.ndim != 2 or value.shape[1] != 2:
-            raise ShdError("argument-shape", f"{name} must be (tokens, 2); got {value.shape}")
-        if not (value[:, 1] >= value[:, 0]).all():
-            row = int(np.argmin(value[:, 1] >= value[:, 0]))
-            raise ShdError("argument-value", f"{name} must not end before they start; got {value[row]} at {row}")
+        pairs = value.dtype.kind in "iu" and value.ndim == 2 and value.shape[1] == 2
+        if not pairs or (value[:, 1] < value[:, 0]).any():
+            rule = f"{name} must be integers (tokens, 2), each token's first character and the one after its last"
+            raise ShdError("argument-value", f"{rule}; got {value.dtype} {value.shape}: {str(value)[:60]}")
     groups = _overlaps(*spans)
     # How many tokens in front, and behind, have no characters; all are in front where no token has any.
     ends = [_outer(value[:, 1] == value[:, 0]) for value in spans]
@@ -197,13 +194,11 @@ def id_groups(ids: ArrayLike, num_groups: int | None = None) -> Array:
         ``(l, L)`` or ``(B, l, L)``, for ``pool_tokens``.
 
     Raises:
-        ShdError: ``argument-dtype``, ``argument-shape``, ``argument-value`` for a number from ``num_groups`` on.
+        ShdError: ``argument-value``, also for a number from ``num_groups`` on.
     """
     numbers = np.asarray(ids)
-    if numbers.dtype.kind not in "iu":
-        raise ShdError("argument-dtype", f"ids must be integers; got dtype {numbers.dtype}")
-    if numbers.ndim not in (1, 2) or not numbers.size:
-        raise ShdError("argument-shape", f"ids must be (L,) or (B, L); got {numbers.shape}")
+    if numbers.dtype.kind not in "iu" or numbers.ndim not in (1, 2) or not numbers.size:
+        raise ShdError("argument-value", f"ids must be integers (L,) or (B, L); got {numbers.dtype} {numbers.shape}")
     least = max(int(numbers.max()) + 1, 1)
     count = least if num_groups is None else check_integer("num_groups", num_groups, least, None)
     groups: Array = (numbers[..., None, :] == np.arange(count)[:, None]).astype(np.float64)

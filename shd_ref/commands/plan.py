@@ -49,6 +49,7 @@ def plan(
     slower. Plans are compared by running the teacher with merged instead of full maps in all layers at once.
     """
     heads_given, asked = heads_of(student_heads, options, no_attention=no_attention)
+    asked = inputs.pool(asked)
     # The command to paste has the options of a form, which are none of this command.
     students = [(PrecomputeOptions(**vars(asked) | {"num_student_heads": heads}), None) for heads in heads_given]
     return measure(teacher, inputs, inputs.open(), students, run, wanted)

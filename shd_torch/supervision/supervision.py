@@ -248,19 +248,9 @@ def pool_supervision(
     temperature: float,
     check: bool,
 ) -> Dense:
-    """Maps pooled over the tokens that a student made of the teacher's (TOKEN-9); whole ones exist for a moment.
+    """Maps over a student's ``num_tokens``, which ``groups`` say as for ``layer_kls``; whole ones exist for a moment.
 
-    Args:
-        supervision: over the teacher's tokens, L rows and keys.
-        groups: of each of them the number of its group, integers ``(L,)`` or ``(B, L)``, below 0 for none; or its
-            weight in each, ``(l, L)`` or ``(B, l, L)``, floating point.
-        num_tokens: l, the student's.
-        query_mask: boolean ``(B, L)``, True = the row counts.
-        temperature: T_a of the loss.
-        check: look at the values, which costs a device sync.
-
-    Raises:
-        ShdError: ``argument-shape``, ``argument-value``.
+    ``query_mask`` ``(B, L)`` is over the teacher's tokens. ``argument-shape``, ``argument-value``.
     """
     groups = groups.detach().to(supervision.device)
     if not groups.is_floating_point():

@@ -70,12 +70,12 @@ def test_groups_of_characters() -> None:
     [
         ("argument-value", "student_grid must have as many axes", lambda: patch_groups((4, 4), (4,))),
         ("argument-value", "extra must be", lambda: patch_groups((4,), (2,), extra=-1)),
-        ("argument-dtype", "student_spans must be integers", lambda: span_groups([[0, 1]], [[0.0, 1.0]])),
-        ("argument-shape", r"\(tokens, 2\)", lambda: span_groups([0, 1], [[0, 1]])),
-        ("argument-value", "end before they start", lambda: span_groups([[3, 1]], [[0, 1]])),
-        ("argument-dtype", "ids must be integers", lambda: id_groups([0.0])),
+        ("argument-value", "student_spans must be integers", lambda: span_groups([[0, 1]], [[0.0, 1.0]])),
+        ("argument-value", "teacher_spans must be", lambda: span_groups([0, 1], [[0, 1]])),
+        ("argument-value", "teacher_spans must be", lambda: span_groups([[3, 1]], [[0, 1]])),
+        ("argument-value", "ids must be integers", lambda: id_groups([0.0])),
         ("argument-value", "num_groups must be", lambda: id_groups([0, 3], 3)),
-        ("argument-shape", "ids must be", lambda: id_groups(2)),
+        ("argument-value", "ids must be", lambda: id_groups(2)),
     ],
 )
 def test_refusals(code: str, match: str, call: object) -> None:

@@ -578,11 +578,8 @@ class Sessions:
             if self.groups is None or "dimension mismatch" not in str(error):
                 raise
             rule = f"groups {self.graph.options.groups} must have a place for each token of the teacher's maps"
-            advice = (
-                "count tokens that are no patches (patches:14x14:7x7:1)" if not self.groups.column else "give each"
-            )
-            got = f"{weights.shape[2]} tokens"
-            raise ShdError("argument-shape", f"{rule}; got {got}: {advice} ({error})", "CACHE-131") from error
+            got = f"{weights.shape[2]} tokens: count those that are no patches (patches:14x14:7x7:1)"
+            raise ShdError("argument-shape", f"{rule}; got {got} ({error})", "CACHE-131") from error
         titles = opened.graph.targets.titles
         columns = [array.shape[-1] if array.ndim > 2 else 0 for name, array in values.items() if name in titles]
         if columns:

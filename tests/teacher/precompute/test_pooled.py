@@ -113,7 +113,12 @@ def test_patches_are_pooled_and_told_apart(teacher: Path, tmp_path: Path) -> Non
         ("argument-value", "as many axes", {"groups": "patches:4x4:2"}, None),
         ("argument-value", "form must be left out", {"groups": "ids:parts", "form": "factored"}, None),
         ("argument-value", "hidden must be left out", {"groups": "ids:parts", "hidden": (0,)}, None),
-        ("argument-shape", "a place for each token .* got 16 tokens: count", {"groups": "patches:4x4:2x2"}, None),
+        (
+            "argument-shape",
+            "a place for each token .* got 16 tokens: count those",
+            {"groups": "patches:4x4:2x2"},
+            None,
+        ),
         ("inputs-invalid", "missing other", {"groups": "ids:other"}, None),
         ("inputs-invalid", "parts must be int64", {"groups": "ids:parts"}, np.ones((2, 9))),
         ("inputs-invalid", "a group for each of 9 tokens", {"groups": "ids:parts"}, np.ones((2, 8), int)),

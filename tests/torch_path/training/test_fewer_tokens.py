@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.binding.models import PlainBlock
-from support.binding.trainer_cases import make_trainer, trained
+from support.binding.trainer_cases import make_model, make_trainer, trained
 from support.exported_models import trace
 from support.refusals import refusal
 from support.students import precompute
@@ -172,3 +172,15 @@ def test_a_live_teacher_with_smaller_patches_is_pooled(teacher: Any) -> None:
         call = captured.layer(layer)
         right = shd.shd_loss(maps, call.query @ call.key.mT / call.query.shape[-1] ** 0.5)
         assert float(kls[layer]) == pytest.approx(float(right), rel=1e-4)
+
+
+def test_what_a_shared_token_sees_ahead_is_dropped_when_asked_for() -> None:
+    """A teacher token that reaches into the next one of a causal student gives it mass there."""
+    ids = torch.arange(3, 15)[None]
+    taught, student = OnlineTeacher(make_model(4, seed=1), 2, 2)(ids), make_model(2, seed=2)
+    shared = torch.eye(12) + 0.5 * torch.eye(12).roll(1, 1).tril(1)
+    with capture_attention(student, range(2)) as captured, torch.no_grad():
+        student(ids)
+    with refusal("support-mismatch"):
+        layer_kls(captured, taught, groups=shared)
+    assert all(kl > 0 for kl in layer_kls(captured, taught, groups=shared, support="intersect").values())
