@@ -1,15 +1,15 @@
 """What is a reranker worth that ``compress`` makes twice as fast as its teacher in int8?
 
 A cross encoder is trained from all-MiniLM-L6-v2 on the train split of TREC QA. Its student is chosen by the stages of
-``compress`` for half the time of the teacher in int8 at every batch, without the probe of SHD, which takes as long as
-six short trainings. It learns from the teacher's scores of the same pairs without their labels, of other texts for
-these questions, and of questions and sentences of dolly; three times, with other orders of samples. Judged on the
-test split, which nothing else used: MAP over questions with right and wrong answers, with intervals of paired
-differences, and agreement with the teacher.
+``compress`` for half the time of the teacher in int8 at every batch, from fewer sizes than ``--minutes 60`` tries, or
+has the design that is given. It learns from the teacher's scores, without labels, of TREC's own pairs (train, dev)
+and of pairs that look like those to rank: questions of TREC and of dolly with sentences that share words with them;
+several times, with other orders of samples. Judged on the test split, which nothing else used: MAP over questions
+with right and wrong answers, with intervals of paired differences, and agreement with the teacher.
 
 Prints the figures and writes ``compress_reranker.json`` here. What was finished is kept in --keep, and found again.
-    python -m benchmarks.compress_reranker --keep FOLDER [--steps 300] [--pairs 4000] [--seeds 3]
-        [--like benchmarks/compress_minilm.json]
+    python -m benchmarks.compress_reranker --keep FOLDER [--steps 600] [--pairs 7000] [--seeds 3]
+        [--design 0,1,2,3,5:9,9,9,9,12:768,768,704,640,1536]
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ import onnxruntime
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.compress_minilm import SHARED, processor
+from benchmarks.compress_minilm import SHARED, processor, wikitext
 from shd_ref.teacher.study.intervals import half_width
 from shd_torch.compress.candidates import find_candidates
 from shd_torch.compress.costs import Costs, measure_costs
 from shd_torch.compress.options import CompressOptions, Wish
 from shd_torch.compress.run import _open_run
 from shd_torch.compress.samples import batches
+from shd_torch.compress.space import FRACTIONS, Design, find_space
 from shd_torch.compress.stages import TEACHER, TEACHER_INT8, Run
 from shd_torch.compress.students import _make, compare, prepare_training
 from shd_torch.compress.task import Judge, graph_run, model_run, summarise
@@ -70,27 +71,41 @@ def by_question(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]
     return groups
 
 
+def words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", text.lower()))
+
+
+def cross(queries: Sequence[str], texts: Sequence[str], count: int, draw: random.Random) -> list[dict[str, Any]]:
+    """Each query with some of the texts that share most words with it, rare words counting more."""
+    holders, counts = defaultdict(list), [len(words(text)) for text in texts]
+    for number, text in enumerate(texts):
+        for word in words(text):
+            holders[word].append(number)
+    rows = []
+    for query in queries:
+        shared: dict[int, float] = defaultdict(float)
+        for word in sorted(words(query)):
+            for number in holders[word]:
+                shared[number] += math.log(len(texts) / len(holders[word])) / (10 + counts[number])
+        near = sorted(shared, key=lambda number: -shared[number])[: 5 * count]
+        chosen = draw.sample(near, min(count, len(near)))
+        rows += [{"text": query, "text_pair": texts[number]} for number in chosen]
+    return rows
+
+
 def unlabelled(count: int) -> list[dict[str, Any]]:
-    """A half of TREC's own pairs, a quarter with texts of other questions, a quarter of dolly."""
-    draw = random.Random(0)
-    rows = read_pairs("train")
-    texts = sorted({row["text_pair"] for row in rows})
-    chosen = [
-        {"text": query, "text_pair": row["text_pair"]}
-        for query, group in by_question(rows).items()
-        for row in draw.sample(group, min(len(group), count // 2 // 50))
-    ]
-    queries = sorted({row["text"] for row in rows})
-    chosen += [{"text": query, "text_pair": draw.choice(texts)} for query in queries for _ in range(count // 4 // 93)]
-    lines = (SHARED / "dolly_pairs" / "dolly_pairs.jsonl").read_text().splitlines()
-    answers = [json.loads(line) for line in draw.sample(lines, count // 16)]
-    for row in answers:
-        parts = [part for part in re.split(r"(?<=[.!?])\s+", row["response"]) if len(part) > 20][:3]
-        parts.append(draw.choice(texts))
-        chosen += [
-            {"text": row["instruction"].replace("\n", " "), "text_pair": part.replace("\n", " ")} for part in parts
-        ]
-    return chosen
+    """TREC's own pairs, so many more of its questions with texts of others, and three times as many of dolly's."""
+    draw, own = random.Random(0), read_pairs("train") + read_pairs("dev")
+    answers, questions = sorted({row["text_pair"] for row in own}), sorted({row["text"] for row in own})
+    lines = [json.loads(line) for line in (SHARED / "dolly_pairs" / "dolly_pairs.jsonl").read_text().splitlines()]
+    others = sorted({row["instruction"].replace("\n", " ") for row in lines if "?" in row["instruction"]})
+    parts = [part for row in lines for part in re.split(r"(?<=[.!?])\s+", row["response"].replace("\n", " "))]
+    texts = sorted({*answers, *wikitext("valid"), *(part for part in parts if len(part) > 30)})
+    rows = [{name: row[name] for name in ("text", "text_pair")} for row in own]
+    rows += cross(questions, answers, count // 4 // len(questions), draw)
+    others = [text for text in others if len(words(text)) < 20]
+    asked = draw.sample(others, min(len(others), (count - count // 4) // 6))
+    return rows + cross(asked, texts, 6, draw)
 
 
 def train_teacher(folder: Path, epochs: int, pairs: Sequence[dict[str, Any]]) -> None:
@@ -164,6 +179,8 @@ class Bench:
 
 def search(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any], list[dict[str, Any]], Any]:
     """The design for a share of the time of the teacher in int8, as ``compress`` finds it."""
+    run.search = replace(run.search, fractions=FRACTIONS[:2], judged=32, steps=(50, 150))
+    run.space = find_space(run.sizes, run.family, run.model.config, run.search.fractions)
     costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
     assert costs.teacher_int8 is not None
     limits = [seconds / arguments.faster for seconds in costs.teacher_int8[:-1]]
@@ -175,15 +192,15 @@ def search(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any
 
 
 def take(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any], list[dict[str, Any]], Any]:
-    """The design that ``compress`` chose for the sentence encoder that the teacher was trained from."""
-    chosen = json.loads(arguments.like.read_text())["compress"]["students"][-1]["chosen"]
-    wish = Wish("like", "the design of the sentence encoder's student", [])
-    return wish, {"number": 0, "design": chosen["design"], "text": chosen["text"]}, [], prepare_training(run)
+    """A given design: kept layers, and the heads and neurons of each."""
+    design = Design(*(tuple(map(int, part.split(","))) for part in arguments.design.split(":")))
+    best = {"number": 0, "design": asdict(design), "text": design.describe(run.space)}
+    return Wish("given", "the design that is given", []), best, [], prepare_training(run)
 
 
 def compress(run: Run, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     run.find("teacher", lambda: run.write_graphs(run.model, "teacher") and None, "graphs/teacher.*")
-    wish, best, tried, config = search(run, arguments) if arguments.like is None else take(run, arguments)
+    wish, best, tried, config = (take if arguments.design else search)(run, arguments)
     bench = Bench(run, rows)
     teachers = {
         name: run.find(f"judged {name}", lambda path=path: bench.measure(path))  # type: ignore[misc]
@@ -236,13 +253,13 @@ def compare_paired(result: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--pairs", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--pairs", type=int, default=7000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--faster", type=float, default=2.0)
-    parser.add_argument("--like", type=Path, help="compress_minilm.json, whose last design is taken without a search")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--design", help="layers:heads:neurons, taken without a search")
     parser.add_argument("--candidates", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -258,7 +275,7 @@ def main() -> None:
         batch=tuple(arguments.batch),
         length=(48,),
         candidates=arguments.candidates,
-        learning_rate=3e-4,
+        learning_rate=1e-4,
         max_length=MOST,
     )
 
@@ -272,7 +289,7 @@ def main() -> None:
     document = {
         "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": 1},
         "versions": {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__},
-        "options": {name: value for name, value in vars(arguments).items() if name not in ("keep", "out", "like")},
+        "options": {name: value for name, value in vars(arguments).items() if name not in ("keep", "out")},
         "minutes": (time.monotonic() - started) / 60,
         "processor_minutes": (after[0] + after[1] - before[0] - before[1]) / 60,
         "paired": compare_paired(result),
