@@ -40,12 +40,11 @@ class Group:
 class SeenGroup:
     """Moments of what the query heads of a group saw, of heads that are turned already, summed over calibration rows.
 
-    ``z = sum_g b_g f_g`` is a logit with ``f_g`` the products of the entries of a query and of member g's key: for
-    each rotated pair, as complex numbers, the real and the negative imaginary part of ``conj(q) k``, then the entries
-    that are not rotated.
+    A logit is ``sum_g b_g f_g`` with ``f_g`` the products of the entries of a query and of member g's key: for each
+    rotated pair, as complex numbers, the real and the negative imaginary part of ``conj(q) k``, then other entries.
     """
 
-    keys: Array  # (heads, G * d, G * d): variance of f under a row's own map, which logits' error has to first order
+    keys: Array  # (heads, G * d, G * d): variance of f under a row's own map, twice its KL divergence to second order
     values: Array  # (heads, G * d_v, G * d_v): of the members' values under the head's map
 
 
@@ -62,7 +61,7 @@ def group_heads(weights: HeadWeights, merge: HeadMerge, num_kv_heads: int) -> li
 def find_turns(
     weights: HeadWeights, groups: Sequence[Group], moment: Array, pairs: int, free: Mask | None = None
 ) -> tuple[Array, Array]:
-    """What brings the keys and the values of each group together, for ``turn_heads``.
+    """What brings the keys and the values of each group together.
 
     Args:
         weights: of the teacher.
@@ -75,10 +74,10 @@ def find_turns(
         Turns of keys ``(M, d, d)`` and of values ``(M, d_v, d_v)``, for the members of all groups, group by group.
     """
     root, _ = moment_roots(moment, RIDGE)
-    keys, values = (root @ rows for rows in (_rows(weights, "key"), _rows(weights, "value")))
+    keys, values = (root @ _rows(weights, name) for name in ("key", "value"))
     own = [list(group.members) for group in groups]
-    turns = [turn_keys(keys[members], pairs, free) for members in own]
-    return np.concatenate(turns), np.concatenate([turn_frames(values[members]) for members in own])
+    turns = [_turn_keys(keys[members], pairs, free) for members in own]
+    return np.concatenate(turns), np.concatenate([_turn_frames(values[members]) for members in own])
 
 
 def turn_heads(weights: HeadWeights, groups: Sequence[Group], turns: tuple[Array, Array]) -> HeadWeights:
@@ -87,16 +86,55 @@ def turn_heads(weights: HeadWeights, groups: Sequence[Group], turns: tuple[Array
     It has a key and value head for each member of each group, group by group; query heads, in the teacher's order,
     read the one of their ``homes``.
     """
-    key_turns, value_turns = turns
     members = [member for group in groups for member in group.members]
-    key, value = _rows(weights, "key")[members] @ key_turns, _rows(weights, "value")[members] @ value_turns
-    query, output, end = _rows(weights, "query"), weights.output.copy(), 0
+    key, value = (_rows(weights, name)[members] @ turn for name, turn in zip(("key", "value"), turns, strict=True))
+    query, output, start = _rows(weights, "query"), weights.output.copy(), 0
     for group in groups:
-        start, end = end, end + len(group.members)
         for head, home in zip(group.heads, group.homes, strict=True):
-            query[head] = query[head] @ key_turns[start + home]
-            output[head] = value_turns[start + home].T @ output[head]
+            query[head] = query[head] @ turns[0][start + home]
+            output[head] = turns[1][start + home].T @ output[head]
+        start += len(group.members)
     return _with_rows(weights, query, key, value, output)
+
+
+def share_heads(
+    turned: HeadWeights,
+    groups: Sequence[Group],
+    pairs: int,
+    seen: Sequence[SeenGroup] | None = None,
+    *,
+    normed: bool = False,
+) -> tuple[HeadWeights, bool]:
+    """One key and value head for each group of ``turn_heads``, and whether that is exact.
+
+    Keys become ``sum_g a_g k_g`` and the queries of head t ``c_t q_t``, with a number for each entry, complex for a
+    rotated pair. From the average, ``seen`` refines both by alternating least squares, for the least variance of the
+    logits' error under each head's own map. Values become ``sum_g v_g B_g`` and W_O follows, for the least error of
+    what each head gives. Without ``seen``, and where keys are ``normed``, the average stays, of keys of equal length.
+    """
+    query, output, start, exact = _rows(turned, "query"), turned.output.copy(), 0, True
+    keys, values, merged = _rows(turned, "key"), _rows(turned, "value"), []
+    for number, group in enumerate(groups):
+        size, own = len(group.members), list(group.heads)
+        key, value = keys[start : start + size], values[start : start + size]
+        start += size
+        weigh = np.tile(np.eye(key.shape[2]) / size, (size, 1))
+        mix = np.tile(np.eye(value.shape[2]) / size, (size, 1))
+        if not _is_equal(key):
+            exact = False
+            if normed:
+                lengths = np.linalg.norm(key, axis=(1, 2), keepdims=True)
+                key = key * (lengths.mean() / np.maximum(lengths, np.finfo(np.float64).tiny))
+            elif seen is not None:
+                weigh, scales = fit_keys(seen[number].keys, group.homes, size, pairs)
+                query[own] = query[own] @ scales
+        if not _is_equal(value):
+            exact = False
+            if seen is not None:
+                mix, output[own] = fit_values(seen[number].values, group.homes, mix, output[own])
+        merged.append([np.concatenate(list(rows), axis=1) @ by for rows, by in ((key, weigh), (value, mix))])
+    shared_key, shared_value = (np.stack(heads) for heads in zip(*merged, strict=True))
+    return _with_rows(turned, query, shared_key, shared_value, output), exact
 
 
 def _rows(weights: HeadWeights, name: str) -> Array:
@@ -108,30 +146,33 @@ def _rows(weights: HeadWeights, name: str) -> Array:
 
 def _with_rows(weights: HeadWeights, query: Array, key: Array, value: Array, output: Array) -> HeadWeights:
     """An attention of such rows, with biases where it had some."""
-    rows, made = {"query": query, "key": key, "value": value}, dict[str, Any](output=output)
-    for name, some in rows.items():
-        made[name] = some[:, :-1]
-        if getattr(weights, f"{name}_bias") is not None:
-            made[f"{name}_bias"] = some[:, -1]
+    made: dict[str, Any] = {"query": query[:, :-1], "key": key[:, :-1], "value": value[:, :-1], "output": output}
+    for name, rows in (("query_bias", query), ("key_bias", key), ("value_bias", value)):
+        made[name] = None if getattr(weights, name) is None else rows[:, -1]
     return replace(weights, **made)
 
 
-def turn_keys(sides: Array, pairs: int, free: Mask | None) -> Array:
+def _is_equal(members: Array) -> bool:
+    """Whether all are their mean, up to rounding."""
+    return bool(np.linalg.norm(members - members.mean(axis=0)) <= tie_width() * np.linalg.norm(members))
+
+
+def _turn_keys(sides: Array, pairs: int, free: Mask | None) -> Array:
     """For keys ``(G, rows, d)`` the turns ``(G, d, d)`` that commute with positions, and with norms."""
     turns = np.tile(np.eye(sides.shape[2]), (len(sides), 1, 1))
     for i, j in zip(range(pairs), range(pairs, 2 * pairs), strict=True):
-        if free is None or free[i]:
-            angle = turn_frames(sides[..., [i]] + 1j * sides[..., [j]])[:, 0, 0]
-        else:  # the real product of both entries is all that a sign can raise
-            angle = turn_frames(np.concatenate([sides[..., [i]], sides[..., [j]]], axis=1))[:, 0, 0] + 0j
+        parts = sides[..., [i]], sides[..., [j]]
+        # Where only signs commute, the real product of both entries is all that they can raise.
+        both = parts[0] + 1j * parts[1] if free is None or free[i] else np.concatenate(parts, axis=1)
+        angle = _turn_frames(both)[:, 0, 0]
         turns[:, i, i] = turns[:, j, j] = angle.real
         turns[:, i, j], turns[:, j, i] = angle.imag, -angle.imag
     if free is None and sides.shape[2] > 2 * pairs:
-        turns[:, 2 * pairs :, 2 * pairs :] = turn_frames(sides[..., 2 * pairs :])
+        turns[:, 2 * pairs :, 2 * pairs :] = _turn_frames(sides[..., 2 * pairs :])
     return turns
 
 
-def turn_frames(sides: Forms) -> Forms:
+def _turn_frames(sides: Forms) -> Forms:
     """Orthogonal, or unitary, turns ``(G, n, n)`` that bring sides ``(G, rows, n)`` together (Procrustes).
 
     From each side turned to the first, which is the answer for two of them and where all are turns of one.
@@ -140,101 +181,41 @@ def turn_frames(sides: Forms) -> Forms:
     turns = np.stack([_polar(gram[at, 0]) for at in range(len(sides))])
     for _ in range(SWEEPS if len(sides) > 2 else 0):
         for at in range(len(sides)):
-            others = [gram[at, other] @ turns[other] for other in range(len(sides)) if other != at]
-            turns[at] = _polar(np.sum(others, axis=0))
+            turns[at] = _polar(sum(gram[at, other] @ turns[other] for other in range(len(sides)) if other != at))
     return turns
 
 
-def _polar(matrix: Forms) -> Forms:
+def _polar(matrix: Any) -> Forms:
     left, _, right = np.linalg.svd(matrix)
     return np.asarray(left @ right)
 
 
-def share_heads(
-    turned: HeadWeights,
-    groups: Sequence[Group],
-    pairs: int,
-    seen: Sequence[SeenGroup] | None,
-    *,
-    normed: bool = False,
-) -> tuple[HeadWeights, bool]:
-    """One key and value head for each group of ``turn_heads``, and whether that is exact.
-
-    Keys become ``sum_g a_g k_g`` and the queries of head t ``c_t q_t``, with a number for each entry, complex for a
-    rotated pair. From the average, ``seen`` refines both by alternating least squares, for the least variance of the
-    logits' error under each head's own map: to second order its KL divergence is half of that. Values become
-    ``sum_g v_g B_g`` and W_O follows, for the least error of what each head gives. Without ``seen``, and where keys
-    are ``normed``, the average stays, of keys of equal length.
-    """
-    query, output, end, exact = _rows(turned, "query"), turned.output.copy(), 0, True
-    keys, values, made = _rows(turned, "key"), _rows(turned, "value"), []
-    unit = np.ones(turned.head_dim)
-    unit[pairs : 2 * pairs] = 0.0
-    for number, group in enumerate(groups):
-        start, end = end, end + len(group.members)
-        own_keys, own_values, size = keys[start:end], values[start:end], len(group.members)
-        sight, own = None if seen is None else seen[number], list(group.heads)
-        weigh, scale = np.tile(unit / size, (size, 1)), np.tile(unit, (len(own), 1))
-        if not _is_equal(own_keys):
-            exact = False
-            if normed:
-                lengths = np.linalg.norm(own_keys, axis=(1, 2), keepdims=True)
-                own_keys = own_keys * (lengths.mean() / np.maximum(lengths, np.finfo(np.float64).tiny))
-            elif sight is not None:
-                weigh, scale = fit_keys(sight.keys, group.homes, weigh, scale, pairs)
-        key = np.sum([rows @ _product(a, pairs).T for rows, a in zip(own_keys, weigh, strict=True)], axis=0)
-        for head, c in zip(own, scale, strict=True):
-            query[head] = query[head] @ _product(c, pairs).T
-        mix = np.tile(np.eye(values.shape[2]) / size, (size, 1))
-        if not _is_equal(own_values):
-            exact = False
-            if sight is not None:
-                mix, output[own] = fit_values(sight.values, group.homes, mix, output[own])
-        made.append((key, np.concatenate(list(own_values), axis=1) @ mix))
-    key, value = (np.stack(heads) for heads in zip(*made, strict=True))
-    return _with_rows(turned, query, key, value, output), exact
-
-
-def _is_equal(members: Array) -> bool:
-    """Whether all are their mean, up to rounding."""
-    away = np.linalg.norm(members - members.mean(axis=0))
-    return bool(away <= tie_width() * np.linalg.norm(members))
-
-
 def _product(factor: Array, pairs: int) -> Array:
     """The matrix of a product with the numbers ``factor`` ``(d,)``: real parts, imaginary parts, the rest."""
-    matrix = np.diag(factor)
-    first, second = np.arange(pairs), np.arange(pairs, 2 * pairs)
+    matrix, first, second = np.diag(factor), np.arange(pairs), np.arange(pairs, 2 * pairs)
     matrix[second, second] = factor[first]
     matrix[second, first], matrix[first, second] = factor[second], -factor[second]
     return matrix
 
 
-def _conjugate(factor: Array, pairs: int) -> Array:
-    signs = np.ones(factor.shape[-1])
-    signs[pairs : 2 * pairs] = -1.0
-    return factor * signs
+def fit_keys(moments: Array, homes: Sequence[int], size: int, pairs: int) -> tuple[Array, Array]:
+    """Matrices ``(size * d, d)`` and ``(heads, d, d)`` for the rows of keys side by side, and of queries.
 
-
-def fit_keys(moments: Array, homes: Sequence[int], weigh: Array, scale: Array, pairs: int) -> tuple[Array, Array]:
-    """Refined ``a`` ``(G, d)`` and ``c`` ``(heads, d)``: the logits' form is ``b_g = conj(c) a_g`` for ``b = 1``."""
-    size, d = weigh.shape
-    goals = np.zeros((len(homes), size, d))
-    for goal, home in zip(goals, homes, strict=True):
-        goal[home, :pairs] = goal[home, 2 * pairs :] = 1.0
-    pulls = [moment @ goal.ravel() for moment, goal in zip(moments, goals, strict=True)]
+    The logits' form is ``b_g = conj(c) a_g`` for ``b = 1`` at a head's own member.
+    """
+    d = moments.shape[1] // size
+    unit = np.ones(d)
+    unit[pairs : 2 * pairs] = 0.0
+    weigh = np.tile(unit / size, (size, 1))
+    pulls = [moment[:, home * d : home * d + d] @ unit for moment, home in zip(moments, homes, strict=True)]
     for _ in range(ROUNDS):
         forms = np.concatenate([_product(a, pairs) for a in weigh])
-        sides = [
-            _solve(forms.T @ moment @ forms, forms.T @ pull) for moment, pull in zip(moments, pulls, strict=True)
-        ]
-        held, pulled = np.zeros_like(moments[0]), np.zeros(size * d)
-        for side, moment, pull in zip(sides, moments, pulls, strict=True):
-            blocks = np.kron(np.eye(size), _product(side, pairs))
-            held += blocks.T @ moment @ blocks
-            pulled += blocks.T @ pull
-        weigh, scale = _solve(held, pulled).reshape(size, d), np.stack(sides)
-    return weigh, _conjugate(scale, pairs)
+        sides = [_solve(forms.T @ m @ forms, forms.T @ pull) for m, pull in zip(moments, pulls, strict=True)]
+        blocks = [np.kron(np.eye(size), _product(side, pairs)) for side in sides]
+        held = sum(block.T @ m @ block for block, m in zip(blocks, moments, strict=True))
+        weigh = _solve(held, sum(block.T @ pull for block, pull in zip(blocks, pulls, strict=True))).reshape(size, d)
+    # Rows are multiplied by the transposes; that of a conjugate number's matrix is the number's own.
+    return np.concatenate([_product(a, pairs).T for a in weigh]), np.stack([_product(side, pairs) for side in sides])
 
 
 def fit_values(moments: Array, homes: Sequence[int], mix: Array, outputs: Array) -> tuple[Array, Array]:
@@ -243,30 +224,25 @@ def fit_values(moments: Array, homes: Sequence[int], mix: Array, outputs: Array)
     For the least ``sum_t || C_t^(1/2) (N_t - B W_O,t') ||^2``: W_O' is solved for, B takes conjugate gradients.
     """
     d = mix.shape[1]
-    columns = [moment[:, home * d : home * d + d] for moment, home in zip(moments, homes, strict=True)]
-    goals = np.stack([side @ output for side, output in zip(columns, outputs, strict=True)])  # C_t N_t
-    fitted = outputs
+    goals = np.stack(
+        [c[:, h * d : h * d + d] @ o for c, h, o in zip(moments, homes, outputs, strict=True)]
+    )  # C_t N_t
     for number in range(ROUNDS):
         if number:
-            squares = fitted @ fitted.swapaxes(1, 2)
-            pulled = np.einsum("tnD,tvD->nv", goals, fitted)
-            mix = np.linalg.qr(_descend(moments, squares, pulled, mix))[0]
-        fitted = np.stack([_solve(mix.T @ c @ mix, mix.T @ goal) for c, goal in zip(moments, goals, strict=True)])
-    return mix, fitted
+            pulled = np.einsum("tnD,tvD->nv", goals, outputs)
+            mix = np.linalg.qr(_descend(moments, outputs @ outputs.swapaxes(1, 2), pulled, mix))[0]
+        outputs = np.stack([_solve(mix.T @ c @ mix, mix.T @ goal) for c, goal in zip(moments, goals, strict=True)])
+    return mix, outputs
 
 
 def _descend(moments: Array, squares: Array, pulled: Array, start: Array) -> Array:
     """Conjugate gradients towards ``sum_t C_t B S_t = pulled``, from ``start``."""
-
-    def apply(matrix: Array) -> Array:
-        return np.asarray((moments @ matrix @ squares).sum(axis=0))
-
-    at, left = start, pulled - apply(start)
+    at, left = start, pulled - (moments @ start @ squares).sum(axis=0)
     step, size = left, np.square(left).sum()
     for _ in range(STEPS):
         if size <= tie_width() ** 2 * np.square(pulled).sum():
             break
-        image = apply(step)
+        image = (moments @ step @ squares).sum(axis=0)
         share = size / (step * image).sum()
         at, left = at + share * step, left - share * image
         before, size = size, np.square(left).sum()
@@ -274,7 +250,7 @@ def _descend(moments: Array, squares: Array, pulled: Array, start: Array) -> Arr
     return at
 
 
-def _solve(matrix: Array, goal: Array) -> Array:
+def _solve(matrix: Any, goal: Any) -> Array:
     """With a small ridge: entries that no row has may have any number."""
     held = RIDGE * max(float(matrix.trace()) / len(matrix), np.finfo(np.float64).tiny)
     return np.asarray(np.linalg.solve(matrix + held * np.eye(len(matrix)), goal))

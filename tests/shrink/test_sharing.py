@@ -127,8 +127,16 @@ def test_what_was_seen_lowers_the_error(pairs: int) -> None:
             total += float(away @ moment @ away)
         return total
 
-    weigh, scale = np.tile(unit / 3, (3, 1)), np.tile(unit, (5, 1))
-    assert error(*fit_keys(moments, homes, weigh, scale, pairs)) < 0.9 * error(weigh, scale)
+    def numbers_of(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.r_[
+            matrix[:pairs, :pairs].diagonal(),
+            matrix[:pairs, pairs:].diagonal()[:pairs],
+            matrix.diagonal()[2 * pairs :],
+        ]
+
+    keys, queries = fit_keys(moments, homes, 3, pairs)
+    weigh, scale = (np.array([numbers_of(m) for m in parts]) for parts in (keys.reshape(3, 6, 6), queries))
+    assert error(weigh, scale) < 0.9 * error(np.tile(unit / 3, (3, 1)), np.tile(unit, (5, 1)))
 
     mix, outputs = np.tile(np.eye(6) / 3, (3, 1)), RANDOM.normal(size=(5, 6, WIDTH))
     goals = np.zeros((5, 18, WIDTH))
