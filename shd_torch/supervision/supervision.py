@@ -259,6 +259,7 @@ def pool_supervision(
             raise ShdError("argument-value", f"{rule}; got {int(groups.max())}", "TOKEN-11")
         groups = id_groups(groups, num_tokens)
     maps = supervision.probs(temperature=temperature)
+    query_mask = None if query_mask is None else query_mask.to(maps.device)
     options: dict[str, Any] = {"query_mask": query_mask, "row_sums": supervision.row_sums, "check": check}
     pooled = pool_tokens(maps, groups, groups, **options).probs
     return Dense(pooled, temperature, supervision.row_sums)

@@ -390,6 +390,8 @@ class ModelInputs:
             if isinstance(value, str):
                 named = "" if column == "text" else f" with --text-column {column}"
                 return f". Column {column} holds text: give the teacher's tokenizer (--tokenizer FOLDER){named}"
+        if missing == [self._groups]:
+            return ": give the student's tokenizer too (--student-tokenizer FOLDER), or this column"
         if missing == [self.mask]:
             return f": add {self.mask}, 1 for tokens and 0 for padding"
         return ": name the columns as the graph names its inputs (shd inspect)"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import encoder_layer, saved, vector_samples
+from support.attention_graphs import encoder_layer, language_model, saved, token_samples, vector_samples
 from support.pooled import draw_groups, pool_by_loops
 from support.refusals import refusal
 from support.students import precompute
@@ -137,3 +137,10 @@ def test_maps_of_tiles_are_not_pooled(teacher: Path, tmp_path: Path) -> None:
     with refusal("argument-value", "tile must be 0, or left out, where maps are pooled"):
         run = RunOptions(mask="mask", tile=4)
         precompute(teacher, vector_samples(2, 17), tmp_path / "a", OPTIONS(groups="patches:4x4:2x2:1"), run)
+
+
+def test_logits_of_positions_are_not_stored_beside_pooled_maps(tmp_path: Path) -> None:
+    data = token_samples(2, LENGTH, least=LENGTH) | {"parts": np.zeros((2, LENGTH), int)}
+    options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4, groups="ids:parts")
+    with refusal("argument-value", "groups must be left out where rows of positions are stored; got logits"):
+        precompute(saved(language_model(), tmp_path), data, tmp_path / "cache", options)

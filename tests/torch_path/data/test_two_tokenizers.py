@@ -126,7 +126,7 @@ def test_a_cache_says_how_it_is_verified(folders: Any) -> None:
     words = ["verify", root / "pooled", "--teacher", root / "teacher.onnx", "--inputs", root / "t.jsonl"]
     words += ["--tokenizer", root / "teacher"]
     assert invoke(load_app(), [*words, "--student-tokenizer", root / "student"]).exit_code == 0
-    assert "missing token_groups" in invoke(load_app(), words).output
+    assert "give the student's tokenizer too (--student-tokenizer FOLDER)" in invoke(load_app(), words).output
 
 
 def test_refusals(folders: Any) -> None:
