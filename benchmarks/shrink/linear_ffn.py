@@ -2,7 +2,7 @@
 
 * ``without``: the FFN gives nothing
 * ``merged``: its two matrices multiplied, the activation left out; not where a gate multiplies
-* ``fit``: the ridge fit of its output on its input, which ``shrink`` makes; ``from zero`` with a ridge towards zero
+* ``fit``: the ridge fit of its output on its input, which ``shrink`` makes
 * ``refitted``: after the alignment of ``shrink``
 
 Models: stories260K (SwiGLU, 5 layers) and the GPT-2 of ``depth.py`` (GELU, 6 layers), cross entropy in nats a token
@@ -24,7 +24,7 @@ import argparse
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -121,35 +121,24 @@ def load_images(wheel: Path) -> Case:
     return Case(teacher, data, judge_outputs(teacher, held_out), batches, loss, refits=False)
 
 
-class Merged(layer.OutputFit):
-    """Stays where it starts."""
-
-    def add(self, *_: Any) -> None: ...
-
-
-def from_zero(work: Any, source: int, streams: Any) -> Any:
-    """The fit of a gated FFN, of one without a gate."""
-    return fit_ffn(replace(work, family=replace(work.family, activation=None)), source, streams)
+def merge(work: Any, source: int, _: Any) -> layer.OutputFit:
+    """A fit without rows stays where it starts."""
+    own = work.family.layers_of(work.teacher)[source]
+    ((first, inner),), (last, bias) = work.family.read_readers(own), work.family.read_last(own)
+    shift = np.zeros(last.shape[1]) + (0.0 if inner is None else inner @ last) + (0.0 if bias is None else bias)
+    return layer.OutputFit(first @ last, shift, None, work.device)
 
 
-def merge(*arguments: Any) -> Any:
-    with patch.object(layer, "OutputFit", Merged):
-        return fit_ffn(*arguments)
-
-
-fit_ffn = layer.fit_ffn
 STARTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "merged": (merge, {"align": False}),
     "merged, refitted": (merge, {}),
-    "fit from zero": (from_zero, {"align": False}),
-    "fit from zero, refitted": (from_zero, {}),
-    "fit": (fit_ffn, {"align": False}),
-    "fit, refitted": (fit_ffn, {}),
+    "fit": (layer.fit_ffn, {"align": False}),
+    "fit, refitted": (layer.fit_ffn, {}),
 }
 
 
 def measure(case: Case, layers: list[int]) -> dict[str, Any]:
-    """The loss by start, and the errors that the report has of each fit."""
+    """The loss by start."""
     family = family_of(case.teacher)
     bare = shrink(case.teacher, case.data, align=False).student
     with torch.no_grad():
@@ -159,12 +148,11 @@ def measure(case: Case, layers: list[int]) -> dict[str, Any]:
                 parameter.zero_()
     row: dict[str, Any] = {"layers": layers, "losses": {"without": case.judge(bare)}}
     for name, (fit, options) in STARTS.items():
-        if (family.is_gated and fit is not fit_ffn) or not (case.refits or options):
+        if (family.is_gated and fit is merge) or not (case.refits or options):
             continue
         with patch.object(layer, "fit_ffn", fit):
             made = shrink(case.teacher, case.data, drop_activations=layers, batch_size=8, **options)
         row["losses"][name] = case.judge(made.student)
-    row["errors"] = [made.report["layers"][number]["ffn_error"] for number in layers]
     return row
 
 
@@ -187,7 +175,7 @@ def print_table(models: Mapping[str, Any]) -> None:
         print(f"\n{name}: {found['teacher']:.4f}, activations over attention {found['disparity']:.2f}")
         for row in found["chosen"] + found.get("each", []):
             losses = "  ".join(f"{start} {loss:.4f}" for start, loss in row["losses"].items())
-            print(f"{row['layers']!s:8} {losses}  errors {[round(error, 3) for error in row['errors']]}")
+            print(f"{row['layers']!s:8} {losses}")
 
 
 def main() -> None:

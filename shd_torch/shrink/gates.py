@@ -24,7 +24,7 @@ from shd_torch.shrink.sizes import Dropped
 class Ranking:
     """How much a loss depends on each attention block and each activation.
 
-    The two kinds are never compared: gradients of attention are smaller by orders of magnitude, by construction.
+    The two kinds are never compared: gradients of attention were 1.4 to 14 times smaller on four models.
 
     Attributes:
         attention: importance of each layer's attention, at least 0.

@@ -158,15 +158,14 @@ def test_without_some_parts_the_others_are_as_they_were(name: str) -> None:
     assert (made.report["layer_map"], made.report["holes"]) == ([[0, 1]], [0, 2])
 
 
-def test_an_ffn_that_is_linear_is_its_two_matrices_merged() -> None:
-    """The fit does not leave the merged matrices for rounding; with an activation its error is said and smaller."""
+def test_an_ffn_that_is_linear_is_found_and_another_has_its_error_said() -> None:
     for activation, is_linear in (("linear", True), ("gelu", False)):
         teacher, data = make_teacher("gpt2", activation_function=activation), make_data("gpt2", samples=24)
-        made = shrink(teacher, data, drop_activations=[0, 1, 2], align=False)
+        made = shrink(teacher, data, drop_activations=[0, 1, 2], align=False, ridge=0.0)
         errors = [layer["ffn_error"] for layer in made.report["layers"]]
-        assert all((error < 1e-12) == is_linear and error < 0.7 for error in errors), errors
-        gap = float((logits_of(made.student, data) - logits_of(teacher, data)).abs().max())
-        assert (gap < 1e-10) == is_linear
+        assert all((error < 1e-6) == is_linear and error < 0.7 for error in errors), errors
+        gap = (logits_of(made.student, data) - logits_of(teacher, data)).norm() / logits_of(teacher, data).norm()
+        assert (gap < 1e-8) == is_linear
 
 
 WRITERS = ("embed_tokens", "embed_in", "dense_4h_to_h", "attention.dense", "out_proj", "o_proj", "down_proj", "fc2")
