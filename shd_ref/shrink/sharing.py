@@ -177,7 +177,7 @@ def _turn_frames(sides: Forms) -> Forms:
 
     From each side turned to the first, which is the answer for two of them and where all are turns of one.
     """
-    gram = np.einsum("arn,brm->abnm", sides.conj(), sides)
+    gram = np.tensordot(sides.conj(), sides, (1, 1)).swapaxes(1, 2)  # (G, G, n, n)
     turns = np.stack([_polar(gram[at, 0]) for at in range(len(sides))])
     for _ in range(SWEEPS if len(sides) > 2 else 0):
         for at in range(len(sides)):
