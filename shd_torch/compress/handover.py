@@ -143,6 +143,7 @@ def settings_of(document: Mapping[str, Any]) -> list[str]:
 def draw_front(document: Mapping[str, Any], path: Path) -> None:
     """Quality against speed: the teacher, its int8, the candidates after their short trainings, and the students."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
@@ -156,6 +157,10 @@ def draw_front(document: Mapping[str, Any], path: Path) -> None:
         position = (min(point.speeds), point.quality)
         axes.plot(*position, marker, color=colour, fillstyle="full" if point.name.endswith("int8") else "none")
         axes.annotate(point.name, position, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")  # a static table is hundreds of times faster
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("times faster than the teacher with fused attention, at the slowest setting")
     axes.set_ylabel(document["measure"])
     axes.set_title("Filled: int8. Grey: candidates after a short training, in float", fontsize=9)
