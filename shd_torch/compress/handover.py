@@ -117,9 +117,9 @@ def describe_regions(points: Sequence[Point]) -> str:
     for point in sorted(points, key=lambda point: (min(point.speeds), point.quality), reverse=True):
         if not best or point.quality > best[-1].quality:
             best.append(point)
-    regions = [f"up to {min(point.speeds):.3g} times {point.name}" for point in reversed(best)]
+    regions = [f"{point.name} (up to {min(point.speeds):.3g} times)" for point in reversed(best)]
     others = [point.name for point in points if point not in best]
-    never = f". Nowhere: {'; '.join(others)}" * bool(others)
+    never = f". Never: {'; '.join(others)}" * bool(others)
     return f"Best by speed, at the slowest setting: {'; '.join(regions)}{never}."
 
 
@@ -156,7 +156,8 @@ def draw_front(document: Mapping[str, Any], path: Path) -> None:
         marker, colour = ("s", "black") if point.name.startswith(TEACHER) else ("o", "tab:red")
         position = (min(point.speeds), point.quality)
         axes.plot(*position, marker, color=colour, fillstyle="full" if point.name.endswith("int8") else "none")
-        axes.annotate(point.name, position, xytext=(5, 5), textcoords="offset points", fontsize=8)
+        where = {"xytext": (5, 5)} if point.name.endswith("int8") else {"xytext": (-5, -12), "ha": "right"}
+        axes.annotate(point.name, position, textcoords="offset points", fontsize=8, **where)
     axes.set_xscale("log")  # a static table is hundreds of times faster
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -30,8 +30,9 @@ from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions, compress, schedule, stages, students  # noqa: E402
-from shd_torch.compress.candidates import choose_design, choose_designs  # noqa: E402
+from shd_torch.compress.candidates import choose_design, choose_designs, keep_layers  # noqa: E402
 from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
+from shd_torch.compress.handover import Point, describe_regions  # noqa: E402
 from shd_torch.compress.samples import add_crops, divide, read_rows, training_order  # noqa: E402
 from shd_torch.compress.schedule import Search  # noqa: E402
 from shd_torch.compress.space import NONE, Design, Space, find_space  # noqa: E402
@@ -102,6 +103,24 @@ def test_the_choice_is_the_best_of_all_students(share: float, reads_first: bool)
         assert worths.predict(chosen, SPACE) == pytest.approx(best)
     ranked = [worths.predict(design, SPACE) for design in choose_designs(SPACE, costs, worths, limits)]
     assert ranked == sorted(ranked)
+    whole = [
+        design for design in all_designs() if len(design.kept) < 3 and design.keeps_layers(SPACE) and fits(design)
+    ]
+    # As many as fit, then the best of them.
+    first = min(whole, key=lambda design: (-len(design.kept), worths.predict(design, SPACE)), default=None)
+    assert keep_layers(SPACE, costs, worths, limits) == first
+
+
+def test_the_page_says_which_model_is_best_at_which_speed() -> None:
+    figures = {
+        "teacher": (1.0, [1.0, 1.0]),
+        "slow": (0.9, [2.0, 0.9]),
+        "int8": (0.99, [3.0, 2.5]),
+        "table": (0.6, [400]),
+    }
+    points = [Point(name, quality, {}, speeds, 1.0) for name, (quality, speeds) in figures.items()]
+    words = "teacher (up to 1 times); int8 (up to 2.5 times); table (up to 400 times). Never: slow."
+    assert describe_regions(points) == f"Best by speed, at the slowest setting: {words}"
 
 
 @pytest.mark.parametrize("reads_first", [False, True])
