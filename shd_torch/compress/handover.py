@@ -90,7 +90,7 @@ class Point:
     def cells(self) -> list[str]:
         """Its row of a table."""
         figures = [self.quality, *self.others.values()]
-        cells = [f"{figure:.4f}" for figure in figures] + [f"{speed:.2f}" for speed in self.speeds]
+        cells = [f"{figure:.4f}" for figure in figures] + [f"{speed:.{_digits(speed)}f}" for speed in self.speeds]
         return [self.name, *cells, f"{self.megabytes:.1f}"]
 
 
@@ -117,10 +117,14 @@ def describe_regions(points: Sequence[Point]) -> str:
     for point in sorted(points, key=lambda point: (min(point.speeds), point.quality), reverse=True):
         if not best or point.quality > best[-1].quality:
             best.append(point)
-    regions = [f"{point.name} (up to {min(point.speeds):.3g} times)" for point in reversed(best)]
+    regions = [f"{point.name} (up to {(speed := min(point.speeds)):,.{_digits(speed)}f} times)" for point in reversed(best)]
     others = [point.name for point in points if point not in best]
     never = f". Never: {'; '.join(others)}" * bool(others)
     return f"Best by speed, at the slowest setting: {'; '.join(regions)}{never}."
+
+
+def _digits(speed: float) -> int:
+    return 2 if speed < 100 else 0
 
 
 def _point(document: Mapping[str, Any], name: str, model: Mapping[str, Any], kind: str, speeds: list[float]) -> Point:

@@ -119,7 +119,7 @@ def test_the_page_says_which_model_is_best_at_which_speed() -> None:
         "table": (0.6, [400]),
     }
     points = [Point(name, quality, {}, speeds, 1.0) for name, (quality, speeds) in figures.items()]
-    words = "teacher (up to 1 times); int8 (up to 2.5 times); table (up to 400 times). Never: slow."
+    words = "teacher (up to 1.00 times); int8 (up to 2.50 times); table (up to 400 times). Never: slow."
     assert describe_regions(points) == f"Best by speed, at the slowest setting: {words}"
 
 
