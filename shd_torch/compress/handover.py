@@ -117,10 +117,13 @@ def describe_regions(points: Sequence[Point]) -> str:
     for point in sorted(points, key=lambda point: (min(point.speeds), point.quality), reverse=True):
         if not best or point.quality > best[-1].quality:
             best.append(point)
-    regions = [f"{point.name} (up to {(speed := min(point.speeds)):,.{_digits(speed)}f} times)" for point in reversed(best)]
+    speeds = [min(point.speeds) for point in best]
+    regions = [
+        f"{point.name} (up to {speed:,.{_digits(speed)}f} times)" for point, speed in zip(best, speeds, strict=True)
+    ]
     others = [point.name for point in points if point not in best]
     never = f". Never: {'; '.join(others)}" * bool(others)
-    return f"Best by speed, at the slowest setting: {'; '.join(regions)}{never}."
+    return f"Best by speed, at the slowest setting: {'; '.join(reversed(regions))}{never}."
 
 
 def _digits(speed: float) -> int:
