@@ -18,6 +18,7 @@ _TRAINED: Final = 0.4
 _CACHED: Final = 0.2
 """Share of the time in which the teacher may run over the training set."""
 _RATES: Final = 4  # learning rates that are tried
+_RATED: Final = 100  # steps of each
 _PROBES: Final = 6  # short trainings that tell whether SHD gains
 _SHRUNK: Final = 50  # passes of a batch through the teacher, from which a student is made
 _WEIGHED: Final = 8  # such passes to make a part of a layer smaller, and to judge it
@@ -48,6 +49,11 @@ class Search:
     judged: int = 64  # samples on which parts are weighed
     steps: tuple[int, int] = (100, 300)  # of short trainings; the better half of the candidates has the longer one
     tries_shd: bool = True
+
+    @property
+    def rate_steps(self) -> int:
+        """Of a training that compares learning rates: fewer prefer low ones, which barely leave the start."""
+        return min(_RATED, self.steps[1])
 
 
 def _searches() -> Iterator[Search]:
@@ -124,8 +130,8 @@ def _estimate(options: CompressOptions, paces: Paces, search: Search, space: Spa
     # Kept layers are tried too, at a rate of their own.
     tried, parts = (options.most_candidates + 1) * wishes, len(space.heads) + len(space.neurons) - 1
     first, second = search.steps
-    shorter, longer = tried + wishes * _PROBES * search.tries_shd, tried / 2 + wishes * 2 * (_RATES - 1)
-    trainings = shorter * first + longer * second
+    trainings = (tried + wishes * _PROBES * search.tries_shd) * first + tried / 2 * second
+    trainings += 2 * wishes * (_RATES - 1) * search.rate_steps
     return {
         "costs": (len(space.heads) + len(space.neurons) + 3) * paces.graph,
         "parts": _WEIGHED * parts * space.num_layers * paces.forward * search.judged / 64,

@@ -105,15 +105,12 @@ def _short(row: Mapping[str, Any], config: TrainingConfig, steps: int) -> Traini
 
 
 def _choose_rate(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> float:
-    """The rate that is best for a candidate after the longer of the short trainings, unless one was asked for.
-
-    The shorter one prefers low rates, which barely leave the start: too low for thousands of steps.
-    """
+    """The learning rate that is best for a candidate after a short training, unless one was asked for."""
 
     @cache
     def quality(at: int) -> float:
         try:
-            short = replace(config, steps=run.search.steps[1], learning_rate=RATES[at])
+            short = replace(config, steps=run.search.rate_steps, learning_rate=RATES[at])
             return float(_train_short(run, wish, row, short)["value"])
         except ShdError as error:
             if error.code != "not-finite":

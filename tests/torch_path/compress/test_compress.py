@@ -230,8 +230,8 @@ def test_each_target_gets_the_learning_rate_that_suits_it(monkeypatch: pytest.Mo
         rows = [{"keeps_layers": number == kept} for number in range(4)]
         tried, chosen, own = students.compare(run, wish, rows, config)
         assert (len(tried), chosen["number"], own.learning_rate) == (4, 0, best)
-        rates = [(wish.name, 0, rate, 300) for rate in tries[wish.name]]
-        rates += [(wish.name, kept, rate, 300) for rate in RATES]
+        rates = [(wish.name, 0, rate, 100) for rate in tries[wish.name]]
+        rates += [(wish.name, kept, rate, 100) for rate in RATES]
         assert [trained.pop(0) for _ in rates] == rates
         # All after 100 steps, the better half after 300, kept layers as well.
         runs = [(0, 100), (1, 100), (2, 100), (kept, 100), (0, 300), (1, 300), (kept, 300)]
