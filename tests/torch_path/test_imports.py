@@ -65,6 +65,7 @@ def test_rooms_are_there_without_an_import_of_each() -> None:
 
 def test_maps_has_the_names_of_the_reference() -> None:
     lacking = {"Diagnosis", "SPEC_VERSION", "StrategyReport", "__version__", "diagnose", "matched_plan"}
+    lacking |= {"patch_groups", "span_groups"}  # of positions and characters, before any tensor
     indexers = {"indexer_loss", "indexer_loss_gradient", "indexer_target"}  # of shd_torch.indexer, without maps
     assert set(shd_ref.__all__) - set(maps.__all__) == lacking | indexers
     assert set(OUTPUTS) - set(maps.__all__) == {"diagnose", "matched_plan", *indexers}
