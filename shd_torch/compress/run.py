@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Columns, divide, length_of, read_rows, read_texts
 from shd_torch.compress.schedule import Paces, Schedule
 from shd_torch.compress.stages import Progress, Run, in_minutes
-from shd_torch.compress.static import judge_static
+from shd_torch.compress.static import check_static, judge_static
 from shd_torch.compress.students import compare, prepare_training, train_best
 from shd_torch.compress.task import SentenceEncoder, find_task, read_measure
 from shd_torch.compress.training import BATCH, time_step
@@ -103,6 +103,8 @@ def _open_run(
     check_config(config)
     task = find_task(teacher, config)
     takes, most = forward_inputs(config), count_positions(config)
+    if options.static:
+        check_static(task, teacher)
     is_apart = isinstance(task, SentenceEncoder)
     columns = Columns(options.text_column, options.pair_column, task.READS_PAIRS, is_apart)
     check_length("the teacher", most, options.length)
@@ -207,13 +209,12 @@ def _compress(run: Run) -> dict[str, Any]:
     for at, (wish, rows) in enumerate(zip(wishes, candidates, strict=True)):
         end = run.spent + run.left / (len(wishes) - at)
         run.announce("short trainings")
-        tried, best, config = compare(run, wish, rows, shared)
+        tried, best = compare(run, wish, rows, shared)
         rivals = [row for row in tried if row["keeps_layers"] and row is not best and run.options.kept_layers]
         middle = run.spent + (end - run.spent) / (1 + len(rivals))
-        document["students"].append(train_best(run, wish, best, config, middle) | {"tried": tried})
-        for row in rivals:  # as long, at its own learning rate
-            named = replace(wish, name=f"{wish.name}-kept", text=f"kept layers, {wish.text}")
-            document["students"].append(train_best(run, named, row, config, end) | {"tried": []})
+        document["students"].append(train_best(run, wish, best, shared, middle) | {"tried": tried})
+        for row in rivals:  # as long
+            document["students"].append(train_best(run, wish, row, shared, end, is_rival=True) | {"tried": []})
     return document | {"costs": asdict(costs), "worths": asdict(worths)}
 
 

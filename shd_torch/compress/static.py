@@ -13,37 +13,47 @@ import torch
 from numpy.typing import NDArray
 
 from shd_ref.cache import CacheReader, sample_key
-from shd_ref.errors import ShdError, argument_value
+from shd_ref.errors import ShdError, need
 from shd_ref.teacher.sentence_folder import MODULES, SETTINGS, Pooling, read_file
 from shd_torch.compress.handover import judge_graphs
-from shd_torch.compress.samples import Row, batches
+from shd_torch.compress.samples import Row, batches, length_of
 from shd_torch.compress.stages import STATIC, Run
-from shd_torch.compress.task import SentenceEncoder, model_run, summarise
+from shd_torch.compress.task import SentenceEncoder, Task, model_run, summarise
 from shd_torch.compress.training import TrainingConfig
 
 _MOST: Final = 100_000  # texts that the table is fitted to, which bounds its memory
 _FREQUENT: Final = 1e-4  # of all tokens, a share above which a token says little (Arora et al., 2017: a of SIF)
 _STEPS: Final = 60
+_TOKENIZER: Final = "tokenizer.json"
 _RARE: Final = 1.0
 """Added to the sum of squares of a token's weights in the texts: one text is no reason to give up its start."""
 _PATIENCE: Final = 3  # steps without a gain on the samples for choices, after which the table would only overfit
 
 
+def check_static(task: Task, teacher: Path) -> None:
+    """Refuse a teacher that no table can be made of: ``argument-value``, ``read-failed``."""
+    fits, remedy = isinstance(task, SentenceEncoder), "leave --static out, or give a folder with its modules.json"
+    need(fits, "argument-value", "static", "go with a sentence-transformers encoder", f"a {task.NAME}", remedy=remedy)
+    if _read_tokenizer(teacher) is None:
+        rule = f"{teacher} must have a {_TOKENIZER}, for a static table"
+        raise ShdError("read-failed", f"{rule}: save the tokenizer to the folder again, or leave --static out")
+
+
 def judge_static(run: Run, config: TrainingConfig) -> dict[str, Any] | None:
-    """The table's quality and bytes, once it is fitted and stored; None for models that make no embeddings."""
-    task, wanted = run.task, run.options.static
-    if wanted and not isinstance(task, SentenceEncoder):
-        raise argument_value(f"static must go with a sentence-transformers encoder; got a {task.NAME}")
-    tokenizer = _find_tokenizer(run.teacher) if isinstance(task, SentenceEncoder) else None
-    if wanted and tokenizer is None:
-        raise ShdError("read-failed", f"{run.teacher} must have a tokenizer, for a static table of its tokens")
-    if tokenizer is None or not isinstance(task, SentenceEncoder) or (run.options.quick and not wanted):
+    """The table's quality and bytes, once it is fitted and stored; None for teachers without one, and in a hurry."""
+    task = run.task
+    if not isinstance(task, SentenceEncoder) or (run.options.quick and not run.options.static):
+        return None
+    if (tokenizer := _read_tokenizer(run.teacher)) is None:
         return None
     folder = run.folder / STATIC
 
     def make() -> dict[str, Any]:
         run.progress(0, 0, "a static table is fitted")
-        table = fit_table(run, task, config, set(tokenizer.all_special_ids))
+        from tokenizers import Tokenizer
+
+        added = Tokenizer.from_buffer(tokenizer).get_added_tokens_decoder()
+        table = fit_table(run, task, config, {number for number, token in added.items() if token.special})
         _write_folder(folder, table, tokenizer, task.pooling.normalize, run.teacher)
         pooled = replace(task, pooling=Pooling("mean", task.pooling.normalize))
         graphs = {"float": folder / "onnx" / "model.onnx"}
@@ -53,15 +63,9 @@ def judge_static(run: Run, config: TrainingConfig) -> dict[str, Any] | None:
     return result
 
 
-def _find_tokenizer(folder: Path) -> Any:
-    """A fast one, which sentence-transformers needs for a table; None where there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):
-        return None
-    return tokenizer if getattr(tokenizer, "backend_tokenizer", None) is not None else None
+def _read_tokenizer(folder: Path) -> bytes | None:
+    """The file that both libraries read; without it transformers makes a tokenizer of no words, and says nothing."""
+    return read_file(folder, _TOKENIZER) if (folder / _TOKENIZER).exists() else None
 
 
 @torch.no_grad()
@@ -79,7 +83,8 @@ def fit_table(run: Run, task: SentenceEncoder, config: TrainingConfig, special: 
     means = _mean_tokens(rows, is_text)
     embeddings = _read_embeddings(config.cache, rows)
     share = np.asarray(means.sum(0)).ravel() / max(means.sum(), 1)
-    table = _embed_tokens(run, task, rows[0], is_text) * (_FREQUENT / (_FREQUENT + share))[:, None].astype(np.float32)
+    longest = max(rows, key=length_of)  # the first may be an empty text
+    table = _embed_tokens(run, task, longest, is_text) * (_FREQUENT / (_FREQUENT + share))[:, None].astype(np.float32)
     start = means @ table
     table *= (start * embeddings).sum() / max((start * start).sum(), 1e-30)
     judge, pooled = run.judge("choices"), replace(task, pooling=Pooling("mean", task.pooling.normalize))
@@ -128,8 +133,7 @@ def _read_embeddings(cache: Path, rows: Sequence[Row]) -> NDArray[np.float32]:
 
 def _embed_tokens(run: Run, task: SentenceEncoder, row: Row, is_text: NDArray[np.bool_]) -> NDArray[np.float32]:
     """The teacher's embeddings of every token alone, between the special tokens that texts have."""
-    positions = is_text[row["input_ids"]].nonzero()[0]
-    first, last = (positions[0], positions[-1]) if len(positions) else (0, -1)
+    first, *_, last = np.repeat(is_text[row["input_ids"]].nonzero()[0], 2)
     template = {name: np.concatenate([array[: first + 1], array[last + 1 :]]) for name, array in row.items()}
 
     def of_token(token: int) -> Row:
@@ -145,7 +149,7 @@ def _embed_tokens(run: Run, task: SentenceEncoder, row: Row, is_text: NDArray[np
     return table
 
 
-def _write_folder(folder: Path, table: NDArray[np.float32], tokenizer: Any, normalize: bool, teacher: Path) -> None:
+def _write_folder(folder: Path, table: NDArray[np.float32], tokenizer: bytes, normalize: bool, teacher: Path) -> None:
     """As sentence-transformers loads it, and a graph from tokens to their vectors."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -154,7 +158,7 @@ def _write_folder(folder: Path, table: NDArray[np.float32], tokenizer: Any, norm
     (folder / "onnx").mkdir(parents=True, exist_ok=True)
     (folder / "1_Normalize").mkdir(exist_ok=True)
     save_file({"embedding.weight": table}, folder / "model.safetensors")
-    (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
+    (folder / _TOKENIZER).write_bytes(tokenizer)
     kinds = ["StaticEmbedding", "Normalize"][: 1 + normalize]
     modules: list[Mapping[str, object]] = [
         {

@@ -250,11 +250,28 @@ def test_a_static_table_is_the_one_that_sentence_transformers_loads(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_static_table_is_of_a_sentence_encoder(tmp_path: Path) -> None:
-    with open_run(tmp_path, "padding in front") as run:
-        run.options = replace(run.options, static=True)
-        with refusal("argument-value", "static must go with a sentence-transformers encoder; got a classifier"):
-            judge_static(run, SimpleNamespace())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("case", "removed", "code", "rule"),
+    [
+        (
+            "padding in front",
+            "",
+            "argument-value",
+            "static must go with a sentence-transformers encoder; got a class",
+        ),
+        ("sentences with a prompt", "tokenizer*", "read-failed", "must have a tokenizer.json, for a static table"),
+    ],
+)
+def test_no_static_table_is_said_before_anything_is_read(
+    tmp_path: Path, case: str, removed: str, code: str, rule: str
+) -> None:
+    make_folder(tmp_path / "teacher", case)
+    for file in (tmp_path / "teacher").glob(removed or "none"):
+        file.unlink()
+    options = replace(OPTIONS, static=True)
+    opened = _open_run(tmp_path / "teacher", tmp_path / "no.jsonl", None, options, tmp_path / "run", lambda *_: None)
+    with refusal(code, rule), opened:
+        pass
 
 
 @pytest.mark.parametrize(("name", "most"), [("RobertaModel", 7), ("GPT2LMHeadModel", 9)])
