@@ -118,7 +118,8 @@ def choose_arms(
     limits[-1] = float("inf")  # of bytes
     wish = Wish(f"{count}l", f"as fast as {count} layers", limits)
     candidates = run.find(f"candidates-{count}", partial(find_candidates, run, costs, worths, wish))
-    _, best, config = compare(run, wish, candidates, config)
+    _, best = compare(run, wish, candidates, config)
+    config = replace(config, learning_rate=best["learning_rate"])
     alone = replace(space, heads=whole.heads[:1], neurons=whole.neurons[:1])
     row = [[values[0]] for values in costs.heads], [[values[0]] for values in costs.neurons]
     parts = [[0.0]] * space.num_layers

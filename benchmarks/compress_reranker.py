@@ -187,8 +187,10 @@ def search(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any
     wish = Wish("half", f"{arguments.faster:g} times faster than the teacher in int8", [*limits, math.inf])
     worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
     candidates = run.find("candidates", lambda: find_candidates(run, costs, worths, wish))
-    tried, best, config = compare(run, wish, candidates, prepare_training(run))
-    return wish, best, [{name: row[name] for name in ("text", "untrained", "rounds")} for row in tried], config
+    config = prepare_training(run)
+    tried, best = compare(run, wish, candidates, config)
+    shown = [{name: row[name] for name in ("text", "untrained", "rounds")} for row in tried]
+    return wish, best, shown, replace(config, learning_rate=best["learning_rate"])
 
 
 def take(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any], list[dict[str, Any]], Any]:

@@ -94,6 +94,9 @@ class CompressOptions:
         need(is_one, "argument-value", "faster, ms and mb", "not be mixed, and hold each number once", got)
         is_any = bool(targets) or self.at_least is not None
         need(is_any, "argument-value", "faster, ms, mb or at_least", "be given", "none")
+        remedy = "say how fast the student shall be"
+        is_ladder = self.kept_layers and not targets
+        need(not is_ladder, "argument-value", "kept_layers", "go with faster, ms or mb", "none", remedy=remedy)
         is_single = not self.ms or len(self.batch) * max(len(self.length), 1) == 1
         got = f"batch {self.batch} and length {self.length}"
         need(is_single, "argument-value", "ms", "go with one batch and one length", got)

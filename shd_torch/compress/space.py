@@ -70,8 +70,12 @@ class Design:
         return options
 
     def keeps_layers(self, space: Space) -> bool:
-        """Whether its layers are as large as the teacher's."""
-        return {*self.heads} == {space.heads[0]} and {*self.neurons} == {space.neurons[0]}
+        """Whether it is the teacher with fewer layers, each as large as it was."""
+        return (
+            len(self.kept) < space.num_layers
+            and {*self.heads} == {space.heads[0]}
+            and {*self.neurons} == {space.neurons[0]}
+        )
 
     def describe(self, space: Space) -> str:
         """In a few words, such as ``5 of 6 layers; neurons 1536, 768``."""

@@ -68,15 +68,15 @@ def _write_cache(run: Run, rows: Sequence[Row], options: PrecomputeOptions, name
 
 def compare(
     run: Run, wish: Wish, rows: list[dict[str, Any]], config: TrainingConfig
-) -> tuple[list[dict[str, Any]], dict[str, Any], TrainingConfig]:
-    """All candidates after short trainings, the longer one of the better half only; the best; their learning rate."""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All candidates after short trainings, the longer one of the better half only, with learning rates; the best."""
     tried = []
     for number, row in enumerate(rows):
         student, judge = _make(run, wish, number, row).student, run.judge("choices")
         quality = run.find(f"untrained-{wish.name}-{number}", lambda: asdict(judge.measure(model_run(student))))  # noqa: B023
         tried.append(row | {"number": number, "untrained": quality, "rounds": []})
-    own = [row for row in tried if row["keeps_layers"]]  # a rival, which has a rate that suits it, and as many steps
-    for row in [*tried[:1], *own]:
+    rivals = [row for row in tried if row["keeps_layers"]]  # with a rate that suits them, and as many steps
+    for row in [*tried[:1], *rivals]:
         row["learning_rate"] = _choose_rate(run, wish, row, config)
     for row in tried:
         row.setdefault("learning_rate", tried[0]["learning_rate"])
@@ -94,10 +94,10 @@ def compare(
         name, least = run.options.least
         good = [row for row in running if read_measure(row["rounds"][-1], name) >= least]
         best = min(good, key=lambda row: row["seconds"][0], default=best)
-    for row in own:
+    for row in rivals:
         for result in best["rounds"][len(row["rounds"]) :]:
             row["rounds"].append(_train_short(run, wish, row, _short(row, config, result["steps"])))
-    return tried, best, replace(config, learning_rate=best["learning_rate"])
+    return tried, best
 
 
 def _short(row: Mapping[str, Any], config: TrainingConfig, steps: int) -> TrainingConfig:
@@ -201,41 +201,47 @@ def probe_shd(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConf
     return {"is_used": mean > margin, "why": why, "gains": gains}
 
 
-def train_best(run: Run, wish: Wish, row: dict[str, Any], config: TrainingConfig, end: float) -> dict[str, Any]:
-    """The chosen student after its whole training, with its graphs judged and timed by ``end`` seconds of the run."""
+def train_best(
+    run: Run, wish: Wish, row: dict[str, Any], config: TrainingConfig, end: float, *, is_rival: bool = False
+) -> dict[str, Any]:
+    """The chosen student after its whole training, with its graphs judged and timed by ``end`` seconds of the run.
+
+    ``is_rival``: kept layers for the same wish, whose results have names that end in ``-kept``.
+    """
+    name, title = wish.name + "-kept" * is_rival, "kept layers, " * is_rival + wish.text
     config = replace(config, learning_rate=row["learning_rate"])
     shd = {"is_used": False, "why": "SHD was not tried"}
     if run.search.tries_shd:
-        shd = run.find(f"shd-{wish.name}", lambda: probe_shd(run, wish, row, config))
+        shd = run.find(f"shd-{name}", lambda: probe_shd(run, wish, row, config))
 
     def count_steps() -> int:
         seconds = end - run.spent - run.seconds_of("graphs") / max(len(list(run.options.targets())), 1)
         return max(run.search.steps[0], int(seconds / max(row["rounds"][-1]["pace"], 1e-6)))
 
-    steps = run.find(f"steps-{wish.name}", count_steps)
-    run.announce("training", f"trained-{wish.name}", steps * row["rounds"][-1]["pace"])
-    folder, checkpoints = (run.folder / f"{kind}-{wish.name}" for kind in ("trained", "training"))
+    steps = run.find(f"steps-{name}", count_steps)
+    run.announce("training", f"trained-{name}", steps * row["rounds"][-1]["pace"])
+    folder, checkpoints = (run.folder / f"{kind}-{name}" for kind in ("trained", "training"))
 
     def make() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        used = _with_maps(run, wish, row, config, f"cache-{wish.name}") if shd["is_used"] else config
+        used = _with_maps(run, wish, row, config, f"cache-{name}") if shd["is_used"] else config
         shrunk, whole = _make(run, wish, row["number"], row), replace(used, steps=steps)
-        train(run.task, shrunk.student, run.space.num_layers, whole, checkpoints, run.tell(f"{wish.text}: training"))
+        train(run.task, shrunk.student, run.space.num_layers, whole, checkpoints, run.tell(f"{title}: training"))
         modules = read_modules(run.teacher, run.sizes.hidden, run.sizes.hidden)
         save_student(shrunk.student, shrunk.report, folder, run.teacher, modules)
 
     run.find(folder.name, make, f"{folder.name}/**/*")
     shutil.rmtree(checkpoints, ignore_errors=True)
     trained = read_made(folder).student
-    result = run.find(f"result-{wish.name}", lambda: _judge_student(run, wish, trained), f"graphs/{wish.name}.*")
-    student = {"wish": wish.text, "name": wish.name, "chosen": row, "shd": shd, "steps": steps}
+    result = run.find(f"result-{name}", lambda: _judge_student(run, wish, name, trained), f"graphs/{name}.*")
+    student = {"wish": title, "name": name, "chosen": row, "shd": shd, "steps": steps}
     return student | {"learning_rate": config.learning_rate, **result}
 
 
-def _judge_student(run: Run, wish: Wish, student: Any) -> dict[str, Any]:
+def _judge_student(run: Run, wish: Wish, name: str, student: Any) -> dict[str, Any]:
     """Its graphs, judged on samples that no choice saw, and timed by turns with the teacher's."""
     run.progress(0, 0, "the student is exported")
-    graphs = run.write_graphs(student, wish.name)
+    graphs = run.write_graphs(student, name)
     table = {STATIC: path} if (path := run.folder / STATIC / "onnx" / "model.onnx").exists() else {}
     times = run.time(run.teacher_graphs | graphs | table, _ROUNDS)
     result = judge_graphs(graphs, run.judge("held_out"), run.judges_by_file()) | {
@@ -254,7 +260,7 @@ def _judge_student(run: Run, wish: Wish, student: Any) -> dict[str, Any]:
         speeds = ", ".join(f"{entry.times_faster.median:.3g}" for entry in deployed)
         got = f"{speeds} times faster, {costs[-1] / 1e6:.3g} MB"
         missed.append(f"{wish.text} was asked for; the student, by the last timing, is {got}")
-    name, least = run.options.least
-    if run.options.at_least is not None and (value := read_measure(result["quality"][kind], name)) < least:
-        missed.append(f"a {name} of {least:g} was asked for; the student has {value:.4f}")
+    figure, least = run.options.least
+    if run.options.at_least is not None and (value := read_measure(result["quality"][kind], figure)) < least:
+        missed.append(f"a {figure} of {least:g} was asked for; the student has {value:.4f}")
     return result | {"missed": missed}

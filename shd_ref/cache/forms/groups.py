@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shd_ref.cache.forms.form import require
+from shd_ref.errors import argument_value
 
 _GRID: Final = r"[1-9][0-9]{0,4}(?:x[1-9][0-9]{0,4}){0,3}"
 _FORM: Final = re.compile(rf"patches:({_GRID}):({_GRID})(?::([1-9][0-9]{{0,4}}))?|(ids|weights):([ -~]{{1,200}})")
@@ -35,9 +36,11 @@ class TokenGroups:
     def parse(cls, text: str) -> TokenGroups:
         """``argument-value`` for anything but ``patches:14x14:7x7``, ``patches:14x14:7x7:1`` and ``ids:COLUMN``."""
         match = _FORM.fullmatch(text) if isinstance(text, str) else None
-        rule = "groups must be patches:14x14:7x7 (the teacher's grid, the student's), the same with :1 for a class "
-        require(match is not None, f"{rule}token in front, ids:COLUMN or weights:COLUMN", text, "CACHE-131")
-        assert match is not None
+        if match is None:
+            rule = (
+                "groups must be patches:14x14:7x7 (the teacher's grid, the student's), the same with :1 for a class "
+            )
+            raise argument_value(f"{rule}token in front, ids:COLUMN or weights:COLUMN; got {text!r}", "CACHE-131")
         large, small, extra, kind, column = match.groups()
         if kind:
             return cls(kind=kind, column=column)

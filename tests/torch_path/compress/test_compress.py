@@ -103,9 +103,7 @@ def test_the_choice_is_the_best_of_all_students(share: float, reads_first: bool)
         assert worths.predict(chosen, SPACE) == pytest.approx(best)
     ranked = [worths.predict(design, SPACE) for design in choose_designs(SPACE, costs, worths, limits)]
     assert ranked == sorted(ranked)
-    whole = [
-        design for design in all_designs() if len(design.kept) < 3 and design.keeps_layers(SPACE) and fits(design)
-    ]
+    whole = [design for design in all_designs() if design.keeps_layers(SPACE) and fits(design)]
     # As many as fit, then the best of them.
     first = min(whole, key=lambda design: (-len(design.kept), worths.predict(design, SPACE)), default=None)
     assert keep_layers(SPACE, costs, worths, limits) == first
@@ -228,8 +226,8 @@ def test_each_target_gets_the_learning_rate_that_suits_it(monkeypatch: pytest.Mo
     config = TrainingConfig([], tmp_path, 0, 0, half=False, learning_rate=RATES[1])
     for wish, best in zip(OPTIONS_OF_TWO.wishes([8.0, 1.0]), (RATES[1], RATES[3]), strict=True):
         rows = [{"keeps_layers": number == kept} for number in range(4)]
-        tried, chosen, own = students.compare(run, wish, rows, config)
-        assert (len(tried), chosen["number"], own.learning_rate) == (4, 0, best)
+        tried, chosen = students.compare(run, wish, rows, config)
+        assert (len(tried), chosen["number"], chosen["learning_rate"]) == (4, 0, best)
         rates = [(wish.name, 0, rate, 100) for rate in tries[wish.name]]
         rates += [(wish.name, kept, rate, 100) for rate in RATES]
         assert [trained.pop(0) for _ in rates] == rates
@@ -239,7 +237,7 @@ def test_each_target_gets_the_learning_rate_that_suits_it(monkeypatch: pytest.Mo
         assert trained == wanted
         trained.clear()
     run.options = replace(OPTIONS, learning_rate=RATES[2])
-    assert students.compare(run, wish, [{"keeps_layers": False}], config)[2].learning_rate == RATES[2]
+    assert students.compare(run, wish, [{"keeps_layers": False}], config)[1]["learning_rate"] == RATES[2]
     assert {rate for _, _, rate, _ in trained} == {RATES[2]}
 
 
@@ -262,6 +260,7 @@ def test_every_second_text_is_also_a_crop() -> None:
         ({"faster": (2.0,), "mb": (1.0,)}, "must not be mixed"),
         ({"faster": (0.0,)}, "faster"),
         ({"ms": (2.0,)}, "ms must go with one batch and one length"),
+        ({"at_least": 0.9, "kept_layers": True}, "kept_layers must go with faster, ms or mb"),
         ({"at_least": 1.5}, "at_least must be a finite number above 0 and at most 1"),
         ({"faster": (2.0,), "minutes": -1.0}, "minutes"),
         ({"faster": (2.0,), "learning_rate": 0.0}, "learning_rate"),
@@ -472,6 +471,22 @@ def test_other_kinds_of_teachers(kind: str, tmp_path: Path) -> None:
     document = check_result(tmp_path / "student", data)
     assert document["students"][0]["shd"]["why"]
     assert (tmp_path / "student" / "front.svg").exists()
+
+
+@pytest.mark.nightly
+def test_kept_layers_are_trained_as_long_for_the_same_target(tmp_path: Path) -> None:
+    teacher, data = write_teacher(tmp_path, "sentences", num_hidden_layers=3)
+    options = replace(OPTIONS, mb=(0.0466,), kept_layers=True)  # the whole teacher fits, in int8
+    compress(teacher, data, options, out=tmp_path / "students")
+    page = (tmp_path / "students" / "README.md").read_text()
+    chosen, rival = json.loads((tmp_path / "students" / "compress.json").read_text())["students"]
+    assert (chosen["name"], rival["name"]) == ("0.0466mb", "0.0466mb-kept")
+    assert (chosen["chosen"]["keeps_layers"], rival["chosen"]["keeps_layers"]) == (False, True)
+    assert chosen["steps"] == rival["steps"]  # the least number, as there is no time
+    assert "## Kept layers, 0.0466 mb" in page
+    for student in (chosen, rival):
+        made = load_student(tmp_path / "students" / student["name"])
+        assert made.config.num_hidden_layers == len(student["chosen"]["design"]["kept"])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
