@@ -99,8 +99,8 @@ def unlabelled(count: int) -> list[dict[str, Any]]:
     answers, questions = sorted({row["text_pair"] for row in own}), sorted({row["text"] for row in own})
     lines = [json.loads(line) for line in (SHARED / "dolly_pairs" / "dolly_pairs.jsonl").read_text().splitlines()]
     others = sorted({row["instruction"].replace("\n", " ") for row in lines if "?" in row["instruction"]})
-    parts = [part for row in lines for part in re.split(r"(?<=[.!?])\s+", row["response"].replace("\n", " "))]
-    texts = sorted({*answers, *wikitext("valid"), *(part for part in parts if len(part) > 30)})
+    sentences = [text for row in lines for text in re.split(r"(?<=[.!?])\s+", row["response"].replace("\n", " "))]
+    texts = sorted({*answers, *wikitext("valid"), *(text for text in sentences if len(text) > 30)})
     rows = [{name: row[name] for name in ("text", "text_pair")} for row in own]
     rows += cross(questions, answers, count // 4 // len(questions), draw)
     others = [text for text in others if len(words(text)) < 20]
@@ -195,7 +195,7 @@ def search(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any
 
 def take(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any], list[dict[str, Any]], Any]:
     """A given design: kept layers, and the heads and neurons of each."""
-    design = Design(*(tuple(map(int, part.split(","))) for part in arguments.design.split(":")))
+    design = Design(*(tuple(map(int, counts.split(","))) for counts in arguments.design.split(":")))
     best = {"number": 0, "design": asdict(design), "text": design.describe(run.space)}
     return Wish("given", "the design that is given", []), best, [], prepare_training(run)
 

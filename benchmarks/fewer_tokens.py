@@ -3,10 +3,10 @@
 The teacher is DINOv2's architecture, trained here on digits of 8 x 8 with patches of one pixel: 64 tokens and a class
 token. Its cache holds logits and merged maps pooled to 4 x 4 patches (``patches:8x8:4x4:1``), which teach students
 with patches twice as large and a random start. Both arms learn from the teacher's logits, on all pool images, for the
-same processor seconds each. Both choose among four settings on validation images with seeds of their own: KD its
+same processor seconds each. Both choose among four settings on validation images with other seeds: KD its
 rate, KD + SHD its beta at KD's best rate. Then six fresh seeds, paired.
 
-Writes ``fewer_tokens.json`` beside this file. python benchmarks/fewer_tokens.py [--seconds 12]
+Writes ``fewer_tokens.json`` next to this file. python benchmarks/fewer_tokens.py [--seconds 12]
 """
 
 from __future__ import annotations

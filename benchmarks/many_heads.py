@@ -5,7 +5,7 @@ float32 in the binding. 128 heads of 128 write to 7,168 channels, 1,024 heads of
 map. The Gram tensor of all heads, 8 H^4 bytes, is read by ``shd-torch shrink`` alone; its heads are 16 wide here.
 Every case runs in a process that may take 12 GB of addresses; peaks are above what its inputs took.
 
-Prints a table and writes ``many_heads.json`` beside this file. python -m benchmarks.many_heads
+Prints a table and writes ``many_heads.json`` next to this file. python -m benchmarks.many_heads
 """
 
 from __future__ import annotations

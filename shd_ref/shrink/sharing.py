@@ -214,7 +214,7 @@ def fit_keys(moments: Array, homes: Sequence[int], size: int, pairs: int) -> tup
         blocks = [np.kron(np.eye(size), _product(side, pairs)) for side in sides]
         held = sum(block.T @ m @ block for block, m in zip(blocks, moments, strict=True))
         weigh = _solve(held, sum(block.T @ pull for block, pull in zip(blocks, pulls, strict=True))).reshape(size, d)
-    # Rows are multiplied by the transposes; that of a conjugate number's matrix is the number's own.
+    # Rows are multiplied by the transposes, and the transpose of a number's matrix is that of its conjugate.
     return np.concatenate([_product(a, pairs).T for a in weigh]), np.stack([_product(side, pairs) for side in sides])
 
 

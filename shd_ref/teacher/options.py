@@ -44,7 +44,7 @@ NO_FORM: Final = "none"
 """The form of records without attention: logits, hidden states and embeddings alone."""
 
 BY_CHARACTERS: Final = "weights:token_groups"
-"""The groups of a student with another tokenizer, which text is read with beside the teacher's."""
+"""The groups of a student with another tokenizer, in the column that the source of texts then adds."""
 
 LOGIT_FORMS: Final = ("none", "topk", "float16")
 """How the teacher's logits are stored: not at all, by top-k records, or whole."""

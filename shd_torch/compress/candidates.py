@@ -49,7 +49,7 @@ def choose_design(
         (np.tile(attends, layers), 1, layers),
         (np.tile(has_heads, layers), num_layers, num_layers),
     ]
-    if costs.reads_first:  # the last layer stays, which the head was trained on and which takes next to no time
+    if costs.reads_first:  # the last layer stays, which the head was trained on and which takes almost no time
         constraints.append((np.kron(per_layer[-1], has_heads), 1, 1))
     for at, (limit, base, *sizes) in enumerate(zip(limits, costs.base, costs.heads, costs.neurons, strict=True)):
         costly = np.ones(layers) - per_layer[-1] * costs.is_free(at)

@@ -31,7 +31,7 @@ class Costs:
         neurons: of a layer with the smallest attention, by its number of neurons ``(settings, options)``.
         teacher: of the teacher, fused and in float.
         errors: of students of mixed sizes, the sum over the measured time, less 1.
-        reads_first: the head reads the first position alone, so that the last layer takes next to no time.
+        reads_first: the head reads the first position alone, so that the last layer takes almost no time.
     """
 
     base: list[float]

@@ -127,7 +127,7 @@ def plan_schedule(
 def _estimate(options: CompressOptions, paces: Paces, search: Search, space: Space, samples: int) -> dict[str, float]:
     """Seconds of all stages but the teacher's and the long training."""
     wishes = max(len(list(options.targets())), 1)
-    # Kept layers are tried too, at a rate of their own.
+    # Kept layers are one more candidate, with its own choice of a learning rate.
     tried, parts = (options.most_candidates + 1) * wishes, len(space.heads) + len(space.neurons) - 1
     first, second = search.steps
     trainings = (tried + wishes * _PROBES * search.tries_shd) * first + tried / 2 * second

@@ -374,18 +374,18 @@ def layer_kls(
         captured.check_taught(teacher.layers)
         calls = [captured.layer(layer) for layer in teacher.layers]
         num_maps = sum(call.num_heads for call in calls) if reduction == "mean" else 1
-        parts = [groups.get(layer) if isinstance(groups, Mapping) else groups for layer in teacher.layers]
+        by_layer = [groups.get(layer) if isinstance(groups, Mapping) else groups for layer in teacher.layers]
         sizes = [
-            (call.query.shape[2], call.key.shape[2]) if part is None else (part.shape[-1], part.shape[-1])
-            for call, part in zip(calls, parts, strict=True)
+            (call.query.shape[2], call.key.shape[2]) if tokens is None else (tokens.shape[-1], tokens.shape[-1])
+            for call, tokens in zip(calls, by_layer, strict=True)
         ]
-        of_layers = zip(teacher.layers, calls, parts, teacher.supervise(sizes), strict=True)
-        for layer, call, part, supervision in of_layers:
+        of_layers = zip(teacher.layers, calls, by_layer, teacher.supervise(sizes), strict=True)
+        for layer, call, tokens, supervision in of_layers:
             counted = loss_mask.get(layer) if isinstance(loss_mask, Mapping) else loss_mask
-            if part is not None:
+            if tokens is not None:
                 supervision = pool_supervision(
                     supervision,
-                    part,
+                    tokens,
                     call.query.shape[2],
                     query_mask=counted,
                     temperature=temperature,

@@ -208,7 +208,7 @@ class CodedSupervision(CachedBatch):
                 num_rows, num_keys = (length, length) if isinstance(length, int) else length[layer]
             if self.groups is not None and self.groups.startswith("patches:"):  # which nothing may pad
                 rule = f"a student must have the {rows[0]} tokens of groups {self.groups}, as the cache was made"
-                message = f"{rule}; got {num_rows}: count tokens beside patches in them (patches:14x14:7x7:1)"
+                message = f"{rule}; got {num_rows}: count a class token in them too (patches:14x14:7x7:1)"
                 if num_rows != rows[0]:
                     raise ShdError("cache-mismatch", message, "CACHE-131")
             supervisions.append(

@@ -173,7 +173,7 @@ def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Arr
 
 
 def _mixed(layer_outputs: LayerOutputs, dtype: str, mixing: Array) -> Iterator[tuple[slice, Array, Array]]:
-    """Merged maps by the reference beside the graph's, some rows at a time; of pooled ones all at once."""
+    """Merged maps by the reference, with the graph's, some rows at a time; pooled ones as a whole."""
     layer, rule = layer_outputs.layer, layer_outputs.layer.rule
     whole = []
     for tile, probs, merged in _tiles(layer_outputs, dtype):

@@ -619,8 +619,8 @@ def make_manifests(work: TeacherRun, outputs: Sequence[StudentOutputs]) -> list[
     """The manifest of every student, with equally many samples per shard, so that all share their batches."""
     run, inputs, count = work.run, work.inputs, len(work.inputs)
     forms = [describe_forms(work, output) for output in outputs]
-    for held in forms if work.options.groups is not None else ():
-        others = [form.SUBJECT for form in held.forms if getattr(form, "rows", "sample") != "sample"]
+    for stored in forms if work.options.groups is not None else ():
+        others = [form.SUBJECT for form in stored.forms if getattr(form, "rows", "sample") != "sample"]
         rule, why = "be left out where rows of positions are stored", "these are of the teacher's tokens"
         need(not others, "argument-value", "groups", rule, ", ".join(others), remedy=why, spec_id="CACHE-131")
     per_sample = max(

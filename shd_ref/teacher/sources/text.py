@@ -26,7 +26,7 @@ TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
 """What a tokenizer adds to a row."""
 
 GROUPS_COLUMN: Final = "token_groups"
-"""What a student's tokenizer beside it adds: characters in common of the teacher's tokens and the student's."""
+"""The column that a student's tokenizer adds: characters that the teacher's tokens and the student's share."""
 
 CONFIG_NAME: Final = "tokenizer_config.json"
 """Beside ``tokenizer.json`` in a folder: what the model takes."""
@@ -210,8 +210,8 @@ class _Tokenizer:
             if "error" in answer:
                 raise ValueError(answer["error"])
             sizes = [rows * count for count in answer.get("counts", ())]
-            read = [bytearray(process.stdout.read(8 * size)) for size in sizes]
-            tokens = [np.frombuffer(held, np.int64).reshape(rows, -1) for held in read]
+            blobs = [bytearray(process.stdout.read(8 * size)) for size in sizes]
+            tokens = [np.frombuffer(raw, np.int64).reshape(rows, -1) for raw in blobs]
         return answer, tokens
 
 

@@ -105,7 +105,7 @@ def _encode(
     arrays = [array("q", getattr(encoding, name)) for encoding in encodings for name in names]
     if with_spans:
         sides = [[array("q", side) for side in zip(*encoding.offsets, strict=True)] for encoding in encodings]
-        arrays = [one for number, spans in enumerate(sides) for one in (*arrays[3 * number : 3 * number + 3], *spans)]
+        arrays = [row for number, spans in enumerate(sides) for row in (*arrays[3 * number : 3 * number + 3], *spans)]
     counts = [len(encoding.ids) for encoding in encodings]
     return {"counts": counts, "cut": [bool(encoding.overflowing) for encoding in encodings]}, arrays
 
