@@ -26,18 +26,17 @@ ROOT = BENCHMARKS.parent
 FIGURE = re.compile("\x01([^\x02]*)\x02")  # what came from JSON, in a rendered line
 
 
-def n(value: float, digits: int = 0, sign: bool = False, bare: bool = False) -> str:
-    """A figure as pages write it: rounded half up; ``bare`` leaves out the 0 before the point."""
+def n(value: float, digits: int = 0, sign: bool = False) -> str:
+    """A figure as pages write it: rounded half up."""
     # Twelve digits first: means of binary numbers differ from the decimal that they stand for in the last digits.
     rounded = Decimal(f"{value:.12g}").quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
-    text = f"{rounded:+,}" if sign else f"{rounded:,}"
-    return re.sub(r"^([+-]?)0\.", r"\1.", text) if bare else text
+    return f"{rounded:+,}" if sign else f"{rounded:,}"
 
 
-def pm(values: Sequence[float], digits: int, sign: bool = False, bare: bool = False) -> str:
+def pm(values: Sequence[float], digits: int, sign: bool = False) -> str:
     """Mean and half the width of its 95% t interval, ``+0.109 ± 0.042``."""
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return f"{n(np.mean(values), digits, sign, bare)} ± {n(half, digits, bare=bare)}"
+    return f"{n(np.mean(values), digits, sign)} ± {n(half, digits)}"
 
 
 @functools.cache
@@ -59,22 +58,22 @@ def row(task: str, part: str, label: str) -> dict[str, str]:
     return one
 
 
-def gain(task: str, part: str, label: str, digits: int, column: str = "gain", **form: bool) -> str:
+def gain(task: str, part: str, label: str, digits: int, column: str = "gain", sign: bool = False) -> str:
     """A gain with its interval, in points where the figure is a share."""
     one = row(task, part, label)
     scale = 100 if one["metric"] in ("accuracy", "rouge_l") else 1
     value, interval = scale * float(one[column]), scale * float(one[f"{column}_interval"])
-    return f"{n(value, digits, **form)} ± {n(interval, digits, bare=form.get('bare', False))}"
+    return f"{n(value, digits, sign)} ± {n(interval, digits)}"
 
 
 def share(row: dict[str, str], digits: int | None = None) -> str:
     """Of the gradient at the first step, in percent: with one digit below a tenth."""
     fraction = float(row["gradient_share"])
-    return f"{n(100 * fraction, int(fraction < 0.1) if digits is None else digits, bare=True)}%"
+    return f"{n(100 * fraction, int(fraction < 0.1) if digits is None else digits)}%"
 
 
 def beta(row: dict[str, str]) -> str:
-    return n(float(row["beta"]), 3, bare=True).rstrip("0").rstrip(".")
+    return n(float(row["beta"]), 3).rstrip("0").rstrip(".")
 
 
 def trials(task: str, parts: Sequence[str], suffix: str = "") -> list[dict[str, str]]:
@@ -103,7 +102,7 @@ def rival(method: str) -> str:
         own = pick(load(f"study/results/{task}.csv"), "label", part="rivals", method=method, is_chosen="True")
         for column in ("gain", "over_shd"):
             known = len(own) and (method, column) != ("shd", "over_shd")
-            cells.append(gain(task, "rivals", own[0], digits, column, sign=True, bare=True) if known else "")
+            cells.append(gain(task, "rivals", own[0], digits, column, sign=True) if known else "")
     return " | ".join(cells).replace("  ", " ").strip()
 
 

@@ -31,7 +31,7 @@ def test_a_figure_is_found_by_its_words_and_written_anew(
     (tmp_path / "sizes.json").write_text('{"low": 1.095, "high": [-0.0017, 1812.4], "gains": [0.1, 0.2, 0.3]}')
     (tmp_path / "figures.jinja").write_text(
         '% set file = load("sizes.json")\n@ page.md\nIt takes {{ n(file.low, 2) }} to {{ n(file.high[1]) }} s.\n'
-        "@@ sizes\n| {{ n(file.high[0], 3, sign=True, bare=True) }} |\n| {{ pm(file.gains, 3, sign=True) }} |\n"
+        "@@ sizes\n| {{ n(file.high[0], 3, sign=True) }} |\n| {{ pm(file.gains, 3, sign=True) }} |\n"
     )
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "BENCHMARKS", tmp_path)
@@ -39,7 +39,7 @@ def test_a_figure_is_found_by_its_words_and_written_anew(
         monkeypatch.setattr(sys, "argv", ["figures.py", *words])
         assert figures.main() == expected
         assert said in capsys.readouterr().out
-    rows = "| -.002 |\n| +0.200 ± 0.248 |"  # half up, although 1.095 is smaller in binary
+    rows = "| -0.002 |\n| +0.200 ± 0.248 |"  # half up, although 1.095 is smaller in binary
     assert (tmp_path / "page.md").read_text() == (
         f"It takes 1.10\nto 1,812 s.\n\n<!-- figures: sizes -->\n\n| a |\n|---|\n{rows}\n\nEnd.\n"
     )
