@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from benchmarks.study.rivals import ForwardPass, Rival, RivalTerm, TeacherOutput
 from shd_torch.recipes import SHD, Terms, scale_report
 
 Batch = Mapping[str, Tensor]
-
+Forward = Callable[[Batch], Any]
 
 Teach = Callable[[Tensor, Batch], TeacherOutputs]
 """What a teacher makes of samples: their numbers and the student's inputs, to its outputs."""
@@ -53,9 +53,19 @@ class Course:
 
 
 def train(
-    course: Course, *, beta: float, steps: int, batch: int, rate: float, seed: int, marks: Sequence[int] = ()
+    course: Course,
+    *,
+    beta: float,
+    steps: int,
+    batch: int,
+    rate: float,
+    seed: int,
+    marks: Sequence[int] = (),
+    taught: float = 1.0,
 ) -> dict[str, Any]:
     """Train and evaluate: AdamW, cosine schedule, the same samples in the same order for a seed.
+
+    After the first ``taught`` of the steps, a share, the base loss is alone.
 
     Returns:
         ``curve`` (figures of ``evaluate`` by step), ``step_seconds`` (median; processor time, or wall time on a GPU),
@@ -70,14 +80,17 @@ def train(
     draw = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(course.size, generator=draw) for _ in range(-(-steps * batch // course.size))])
     start, data = fingerprint(student, order), fingerprint(*course.data)
-    seconds, shares, last = [], {}, list[TeacherOutputs]()
+    seconds, shares, last, alone = [], {}, list[TeacherOutputs](), replace(course, rivals=())
     curve = {"0": course.evaluate(_forward(course))} if 0 in marks else {}
     for step in range(steps):
         index = order[step * batch : (step + 1) * batch]
         started = _now(course.student)
-        terms, last = _loss(course, index, beta)
+        if step < taught * steps:
+            terms, last = _loss(course, index, beta)
+        else:
+            terms, _ = _loss(alone, index, beta)
         if "shd" in terms and step in (0, steps - 1):
-            report = scale_report(terms, list(student.parameters()))
+            report = scale_report(terms, [part for part in student.parameters() if part.requires_grad])
             shares["first" if step == 0 else "last"] = report.terms["shd"].gradient_share
         optimizer.zero_grad()
         terms.total.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class Images:
         """One student on the first ``labels`` images of the pool: a seed draws weights and order."""
         labelled = self.train_images[: arm.options["labels"]], self.train_labels[: arm.options["labels"]]
         return {
-            **self._train(self._course(arm, seed), arm, seed),
+            **self._train(self.course(arm, seed), arm, seed),
             "teacher_accuracy": self.teacher_accuracy,
             "linear_accuracy": fit_linear(*labelled, self.test_images, self.test_labels),
         }
@@ -99,7 +100,7 @@ class Images:
         one = {"pixel_values": self.test_images[:1]}
         rows = []
         for title, arm in arms.items():
-            course = self._course(arm, 0)
+            course = self.course(arm, 0)
             if not rows:
                 rival = make_rival("shd", self.teacher, course.student, one)
                 outputs, layer = rival.teach(**one), rival.pairs[-1][1]
@@ -120,14 +121,15 @@ class Images:
         sizes = {"steps": settings["steps"], "batch": settings["batch"], "rate": settings["rate"]}
         return train(course, beta=arm.options["beta"], seed=seed, marks=MARKS, **sizes)
 
-    def _course(self, arm: Arm, seed: int) -> Course:
+    def course(self, arm: Arm, seed: int) -> Course:
+        """What the student is taught with; the base loss ``unlabelled`` is KD alone, without labels."""
         options = arm.options
         inputs = {"pixel_values": self.train_images[: options["labels"]]}
         labels = self.train_labels[: options["labels"]]
         student = self._make_student(arm, seed)
         torch.manual_seed(seed)
         rivals = self._rivals(arm, student, inputs)
-        base, parts = self._base(options["base"], inputs, labels, student)
+        base, parts = self._base(options["base"], inputs, labels, student, options.get("kd_temperature", 4.0))
 
         def evaluate(forward: Forward) -> dict[str, float]:
             found = {}
@@ -201,7 +203,7 @@ class Images:
         return [(rival, self._kept[1])]
 
     def _base(
-        self, name: str, inputs: Mapping[str, Tensor], labels: Tensor, student: Any
+        self, name: str, inputs: Mapping[str, Tensor], labels: Tensor, student: Any, temperature: float
     ) -> tuple[Callable[[Any, Tensor, SHD | None], Terms], list[nn.Module]]:
         with torch.no_grad():
             seen = [
@@ -211,8 +213,9 @@ class Images:
             targets = torch.cat([each.logits for each in seen])
         if name == "ce":
             return lambda output, index, shd: cross_entropy(output.logits, labels[index], shd=shd), []
-        if name == "kd":
-            return lambda output, index, shd: image_kd(output.logits, labels[index], targets[index], shd=shd), []
+        if name in ("kd", "unlabelled"):
+            kd = partial(image_kd, kd_weight=0.5 if name == "kd" else 1.0, temperature=temperature)
+            return lambda output, index, shd: kd(output.logits, labels[index], targets[index], shd=shd), []
         features = [torch.cat([each.hidden_states[layer][:, 1:] for each in seen]) for layer in (1, 2)]
         norm = self.teacher.dinov2.layernorm
         last = torch.cat([norm(each.hidden_states[-1])[:, 1:] for each in seen])

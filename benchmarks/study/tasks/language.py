@@ -108,6 +108,20 @@ class Language:
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:
         """One student; a seed draws its random weights and the order of windows."""
         options, settings = arm.options, self.settings
+        result = train(
+            self.course(arm, seed),
+            beta=options["beta"],
+            steps=options["steps"],
+            batch=settings["batch"],
+            rate=settings["rate"] * (1.0 if options["start"] == "random" else settings["start_rate"]),
+            seed=seed,
+            marks=MARKS,
+        )
+        return {**result, "teacher_loss": self.teacher_loss}
+
+    def course(self, arm: Arm, seed: int) -> Course:
+        """What the student is taught with; ``kd_weight`` of the arm is of one teacher, .5 without it."""
+        options = arm.options
         while len(self.teachers) < options["teachers"]:
             self.teachers.append(self._second_teacher())
         while len(self._logits) < options["teachers"]:
@@ -121,13 +135,16 @@ class Language:
         def base(output: Any, index: Tensor, shd: SHD | None) -> Terms:
             targets, labels = [logits[index] for logits in self._logits[: options["teachers"]]], self.windows[index]
             if len(targets) == 1:
-                return language_kd(output.logits, labels, targets[0], shift=True, shd=shd, check=False)
+                weight = options.get("kd_weight", 0.5)
+                return language_kd(
+                    output.logits, labels, targets[0], kd_weight=weight, shift=True, shd=shd, check=False
+                )
             return babyllama(output.logits, labels, targets, shift=True, shd=shd, check=False)
 
         def evaluate(forward: Forward) -> dict[str, float]:
             return {f"{name}_loss": _measure(forward, getattr(self, name)) for name in ("valid", "test")}
 
-        course = Course(
+        return Course(
             student,
             len(self.windows),
             lambda index: {"input_ids": self.windows[index]},
@@ -136,17 +153,6 @@ class Language:
             rivals,
             data=(self.windows, self.valid, self.test, *self.teachers[: options["teachers"]]),
         )
-        rate = settings["rate"] * (1.0 if options["start"] == "random" else settings["start_rate"])
-        result = train(
-            course,
-            beta=options["beta"],
-            steps=options["steps"],
-            batch=settings["batch"],
-            rate=rate,
-            seed=seed,
-            marks=MARKS,
-        )
-        return {**result, "teacher_loss": self.teacher_loss}
 
     def _make_student(self, arm: Arm, seed: int) -> Any:
         teacher, heads, layers = self.teachers[0], arm.options["heads"], [0, 2, 4]
