@@ -21,6 +21,7 @@ ORIGIN = ("data", "code", "rival_code", "processor")
 """Beside ``start``, which runs of different starts do not share."""
 ROOMS = {
     "code": ("benchmarks/study/training.py", "benchmarks/study/starts.py", "shd_torch/recipes"),
+    "benchmark_code": tuple(f"benchmarks/study/{name}.py" for name in ("training", "starts", "rivals")),
     "rival_code": (
         "benchmarks/study/rivals.py",
         *(f"shd_torch/{room}" for room in ("capture", "maps", "supervision", "teacher")),
@@ -40,8 +41,8 @@ def fingerprint(*items: Tensor | nn.Module) -> str:
 
 @functools.cache
 def hash_code(field: str, task: str) -> str:
-    """16 hex digits of the files of ``ROOMS[field]``, and with ``code`` of the task's."""
-    names = (*ROOMS[field], f"benchmarks/study/tasks/{task}.py") if field == "code" else ROOMS[field]
+    """16 hex digits of the files of ``ROOMS[field]``, and of the task's, but with ``rival_code``."""
+    names = ROOMS[field] if field == "rival_code" else (*ROOMS[field], f"benchmarks/study/tasks/{task}.py")
     places = (ROOT / name for name in names)
     files = (file for path in places for file in ([path] if path.is_file() else sorted(path.rglob("*.py"))))
     trees = (ast.parse(file.read_text(encoding="utf-8")) for file in files)

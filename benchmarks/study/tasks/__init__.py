@@ -37,6 +37,10 @@ def load_task(name: str) -> Callable[[Path, dict[str, Any], str], Task]:
         from benchmarks.study.tasks.generation import Generation
 
         return Generation
+    if name == "encoder":
+        from benchmarks.study.tasks.encoder import Encoder
+
+        return Encoder
     if name == "vit_s":
         from benchmarks.study.tasks.vit_s import VitS
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError
@@ -82,6 +82,9 @@ class Encoder:
         if options["start"] == "random":  # on the teacher's words
             student.encoder.apply(student._init_weights)
         student.embeddings.requires_grad_(False)
+        for module in student.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
         rivals = []
         if options["method"] != ALONE:
             inputs = {"input_ids": self.ids}
