@@ -16,7 +16,7 @@ import re
 import secrets
 import stat
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -300,10 +300,11 @@ class _LocalFile(RangeFile):
                     rest[0] = rest[0][count:]
         return offset - start
 
-    def __del__(self) -> None:
-        # Not when the cache of open files drops it: another thread may still be reading.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Not when the cache of open files drops it: another thread may still be reading. A default, as a program
+        # that ends on an error clears this module before its files.
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            close(self._descriptor)
 
 
 def _raise(error: OSError) -> None:
