@@ -3,8 +3,8 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +59,12 @@ def importable() -> Iterator[None]:
 def test_a_toy_comparison_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import dozen
 
+    @dataclass
+    class Toys:
+        kd: float
+        is_shd: bool
+        evaluate: Any = None
+
     class Toy:
         teacher_loss, windows = 0.5, torch.tensor([[0, 1, 0, 1]])
         valid = test = windows
@@ -67,7 +73,7 @@ def test_a_toy_comparison_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
             self.data = torch.zeros(1)
 
         def course(self, arm: Any, _: int) -> Any:
-            return SimpleNamespace(kd=arm.options["kd_weight"], is_shd=arm.options["method"] == "shd")
+            return Toys(arm.options["kd_weight"], arm.options["method"] == "shd")
 
     made = []
 
