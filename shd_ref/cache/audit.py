@@ -13,7 +13,7 @@ import numpy as np
 
 from shd_ref.cache.documents import FORMAT_VERSION, Errors, Manifest, Receipt, Seal, check_fingerprint
 from shd_ref.cache.forms.form import Form
-from shd_ref.cache.shards import ShardFile, check_file, check_size, read_committed, read_pieces, shard_header
+from shd_ref.cache.shards import StoredFile, check_file, check_size, read_committed, shard_header
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.storage import (
     HUB_NAMES,
@@ -285,7 +285,7 @@ class _Verification:
         blobs = list(receipt.stored_parts(manifest))
         whole = RunningHash()
         # In large pieces, as every request to an object store costs a round trip, and memory is bounded.
-        pieces, piece = read_pieces(ShardFile(self.storage, receipt.shard), receipt.size), np.empty(0, np.uint8)
+        pieces, piece = StoredFile(self.storage, path).pieces(receipt.size), np.empty(0, np.uint8)
         start = blobs[0][2].start if blobs else receipt.size
 
         def digest(count: int) -> str:

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from shd_ref.cache.codecs.logits import TopkTargets
 from shd_ref.cache.documents import Blob, Errors, Manifest, Receipt, Record, Seal
 from shd_ref.cache.forms import FORMS
-from shd_ref.cache.forms.attention import Factors
 from shd_ref.cache.forms.exact import Exact, TeacherHead
 from shd_ref.cache.forms.form import F32, U8, Extent, FormFile, SampleRecord
 from shd_ref.cache.forms.rows import Embeddings, Hidden, Logits
-from shd_ref.cache.shards import ShardFile, check_size, read_committed, read_file
+from shd_ref.cache.shards import StoredFile, check_file, check_size, read_committed
 from shd_ref.cache.storage.documents import checksum_of
 from shd_ref.cache.storage.storage import (
     RECEIPTS_NAME,
@@ -27,6 +26,7 @@ from shd_ref.cache.storage.storage import (
     hex_64,
     open_storage,
     receipt_name,
+    shard_name,
     xxh3_64,
 )
 from shd_ref.errors import ShdError
@@ -167,13 +167,6 @@ class CacheReader:
         """
         return self.manifest.attention.decode(record, layer)
 
-    def decode_factors(self, record: SampleRecord, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The teacher's queries ``(H_t, n, d)`` and centred keys ``(H_kv, n, d)``, without padding in front.
-
-        Raises ``argument-value`` for a cache of maps.
-        """
-        return self.manifest.need(Factors, "queries and keys").decode_factors(record, layer)
-
     def decode_logits(self, record: SampleRecord) -> TopkTargets | NDArray[np.float32]:
         """The teacher's logits of one sample: classes of R rows, or ``(R, V)`` float32 if all are stored.
 
@@ -204,7 +197,10 @@ class CacheReader:
 
     def read_file(self, file: FormFile) -> NDArray[np.uint8]:
         """One of ``manifest.files``, checked: ``cache-incomplete``, ``cache-corrupt``."""
-        return read_file(self._storage, file)
+        check_size(self._storage, file.name, file.size)
+        data = StoredFile(self._storage, file.name).read(0, file.size)
+        check_file(self._storage, file, data)
+        return data
 
     def _parts_of(self, name: str, choice: Choice) -> list[int]:
         """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""
@@ -227,7 +223,8 @@ class CacheReader:
 
     def _make_memos(self) -> None:
         """Open shard files, and sizes by extent: remembered in this process, and not pickled."""
-        self._open = functools.lru_cache(maxsize=OPEN_SHARDS)(functools.partial(ShardFile, self._storage))
+        storage = self._storage  # the function holds no reader, which is freed with its open files
+        self._open = functools.lru_cache(OPEN_SHARDS)(lambda shard: StoredFile(storage, shard_name(shard)))
         self._part_shapes = functools.lru_cache(maxsize=_EXTENTS)(self.manifest.part_shapes)
 
     def _open_receipt(self, shard: int, seal: Seal | None) -> Receipt:

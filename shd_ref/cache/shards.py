@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shd_ref.cache.codecs.codecs import check_finite
 from shd_ref.cache.documents import FORMAT_VERSION, Blob, Errors, Manifest, Receipt, Record, Skipped
 from shd_ref.cache.forms.form import F32, U8, FormFile, SampleRecord, misfit
 from shd_ref.cache.storage.documents import MAX_INTEGER
@@ -23,7 +24,6 @@ from shd_ref.cache.storage.keys import check_key
 from shd_ref.cache.storage.storage import (
     Folder,
     PendingFile,
-    RangeFile,
     RunningHash,
     hex_64,
     open_storage,
@@ -71,8 +71,6 @@ def check_record(record: SampleRecord, manifest: Manifest) -> None:
     missing = {part.name for part in manifest.parts if not part.optional} - record.parts.keys()
     if missing or not record.parts.keys() <= set(names):
         raise misfit(record, f"parts must be {names}, as the manifest's forms", sorted(record.parts), "CACHE-160")
-    for form in manifest.forms:
-        form.check(record)
     if (record.seed is None) != (manifest.inputs.seed is None) or not 0 <= (record.seed or 0) <= MAX_INTEGER:
         rule = f"seed must be 0 to {MAX_INTEGER} where the manifest names a column of seeds, else None"
         raise ShdError("argument-value", f"record {record.index}: {rule}; got {record.seed}", "CACHE-50")
@@ -87,8 +85,6 @@ def write_blobs(
     skipped: Sequence[Skipped] = (),
 ) -> Receipt:
     """Write a shard and make its receipt; one blob is in memory at a time."""
-    for record in records:
-        check_record(record, manifest)
     drafts = [_draft(manifest, record) for record in records]
     whole, position = RunningHash(), 0
 
@@ -100,33 +96,41 @@ def write_blobs(
         return Blob(start, position, hex_64(xxh3_64(data)))
 
     write(shard_header(manifest, shard, drafts))
-    places: list[dict[str, Blob]] = [{} for _ in records]
+    placed = [list(draft.blobs) for draft in drafts]
     for dtype in (F32, U8):
-        names = [part.name for part in manifest.parts if part.dtype == dtype]
-        for record, blobs in zip(records, places, strict=True):
-            packed = (data for form in manifest.forms for data in form.pack(record)) if dtype == U8 else None
-            for name in names:
-                if packed is not None:
-                    blobs[name] = write(next(packed))
-                elif name in record.parts:
-                    values = np.ascontiguousarray(record.parts[name], dtype="<f4")
-                    blobs[name] = write(values.reshape(-1).view(np.uint8))
+        for record, draft, blobs in zip(records, drafts, placed, strict=True):
+            packed = (data for form in manifest.forms for data in form.pack(record))
+            shapes = manifest.part_shapes(record.extent)
+            for number, (part, shape, stated) in enumerate(zip(manifest.parts, shapes, draft.blobs, strict=True)):
+                if part.dtype != dtype or stated is None:
+                    continue
+                data = next(packed) if dtype == U8 else _floats(record, part.name, shape)
+                if len(data) != stated.end:
+                    raise misfit(record, f"{part.title} must make {stated.end} bytes", len(data))
+                blobs[number] = write(data)
     return Receipt(
         manifest=manifest.id,
         shard=shard,
         size=position,
         xxh3_128=whole.hexdigest(),
         errors=errors,
-        records=tuple(
-            replace(draft, blobs=tuple(blobs.get(part.name) for part in manifest.parts))
-            for draft, blobs in zip(drafts, places, strict=True)
-        ),
+        records=tuple(replace(draft, blobs=tuple(blobs)) for draft, blobs in zip(drafts, placed, strict=True)),
         skipped=tuple(skipped),
     )
 
 
+def _floats(record: SampleRecord, name: str, shape: tuple[int, ...]) -> Bytes:
+    """The bytes of a float32 part."""
+    values = np.ascontiguousarray(record.parts[name], dtype="<f4")
+    if values.shape != shape:
+        raise misfit(record, f"{name} must be {shape}", values.shape)
+    check_finite(f"record {record.index}: {name}", values, "CACHE-107")
+    return values.reshape(-1).view(np.uint8)
+
+
 def _draft(manifest: Manifest, record: SampleRecord) -> Record:
-    """The record with its parts' sizes alone, before any code is packed."""
+    """A checked record with its parts' sizes alone, before any code is packed."""
+    check_record(record, manifest)
     sizes = (
         math.prod(shape) * (4 if part.dtype == F32 else 1) if part.name in record.parts else None
         for part, shape in zip(manifest.parts, manifest.part_shapes(record.extent), strict=True)
@@ -136,30 +140,30 @@ def _draft(manifest: Manifest, record: SampleRecord) -> Record:
     return Record(record.index, record.key, length, blobs, record.seed, first, shapes, decoder)
 
 
-class ShardFile:
-    """An open shard. Reads name their position, so processes and threads may share it."""
+class StoredFile:
+    """An open file of a cache. Reads name their position, so processes and threads may share it."""
 
-    def __init__(self, folder: Folder, shard: int) -> None:
+    def __init__(self, folder: Folder, name: str) -> None:
         storage = open_storage(folder)
-        self.path = storage.locate(shard_name(shard))
+        self.path = storage.locate(name)
         with _present(self.path):  # an object store tells at the first read
-            self._file = storage.open(shard_name(shard))
+            self._fill = storage.open(name)
 
     def read(self, start: int, end: int) -> Bytes:
-        with _present(self.path):
-            data = self._file.read(start, end)
-        self._check_length(start, len(data), end - start)
+        data = np.empty(end - start, np.uint8)
+        self.read_into(start, [data])
         return data
 
     def read_into(self, start: int, parts: Sequence[Bytes]) -> None:
         """Fill these arrays, one after another, with the bytes from ``start`` on."""
         with _present(self.path):
-            count = self._file.read_into(start, parts)
-        self._check_length(start, count, sum(map(len, parts)))
+            end = start + self._fill(start, parts)
+        if end < (least := start + sum(map(len, parts))):
+            raise _incomplete(self.path, f"it ends at byte {end} of at least {least}")
 
-    def _check_length(self, start: int, count: int, least: int) -> None:
-        if count < least:
-            raise _incomplete(self.path, f"it ends at byte {start + count} of at least {start + least}")
+    def pieces(self, size: int) -> Iterator[Bytes]:
+        """The whole file, in bounded memory."""
+        return (self.read(start, min(start + _PIECE_BYTES, size)) for start in range(0, size, _PIECE_BYTES))
 
 
 def read_committed(folder: Folder, shard: int, manifest: Manifest) -> Receipt:
@@ -191,28 +195,13 @@ def _incomplete(path: object, problem: str) -> ShdError:
     return ShdError("cache-incomplete", f"{path}: {problem}: restore it, or run the same command again", "CACHE-80")
 
 
-def read_pieces(file: RangeFile | ShardFile, size: int) -> Iterator[Bytes]:
-    """A whole file, in bounded memory."""
-    return (file.read(start, min(start + _PIECE_BYTES, size)) for start in range(0, size, _PIECE_BYTES))
-
-
-def check_file(folder: Folder, file: FormFile) -> None:
-    """Read a file in bounded memory and check every byte: ``cache-incomplete``, ``cache-corrupt``."""
-    storage, checksum = open_storage(folder), RunningHash()
-    check_size(storage, file.name, file.size)
-    for piece in read_pieces(storage.open(file.name), file.size):
+def check_file(folder: Folder, file: FormFile, data: Bytes | None = None) -> None:
+    """Check every byte of a file, in bounded memory or as it was read: ``cache-incomplete``, ``cache-corrupt``."""
+    checksum, stored = RunningHash(), StoredFile(folder, file.name)
+    check_size(folder, file.name, file.size)
+    for piece in stored.pieces(file.size) if data is None else [data]:
         checksum.update(piece)
-    check_sum(storage.locate(file.name), checksum, file.xxh3_128)
-
-
-def read_file(folder: Folder, file: FormFile) -> Bytes:
-    """All its bytes, checked in the same way."""
-    storage, checksum = open_storage(folder), RunningHash()
-    check_size(storage, file.name, file.size)
-    data = storage.open(file.name).read(0, file.size)
-    checksum.update(data)
-    check_sum(storage.locate(file.name), checksum, file.xxh3_128)
-    return data
+    check_sum(stored.path, checksum, file.xxh3_128)
 
 
 def check_sum(path: object, whole: RunningHash, expected: str, spec_id: str = "CACHE-192") -> None:

@@ -16,15 +16,7 @@ from typing import Any, Final
 
 from shd_ref.cache.documents import Errors, Manifest, Receipt, Seal, Skipped, check_fingerprint
 from shd_ref.cache.forms.form import FormFile, SampleRecord
-from shd_ref.cache.shards import (
-    ShardFile,
-    check_file,
-    check_size,
-    check_sum,
-    read_committed,
-    read_pieces,
-    write_blobs,
-)
+from shd_ref.cache.shards import StoredFile, check_file, check_size, check_sum, read_committed, write_blobs
 from shd_ref.cache.storage.documents import checksum_of, encode_document
 from shd_ref.cache.storage.storage import (
     MANIFEST_NAME,
@@ -299,14 +291,14 @@ def merge_caches(
 
     def take_file(file: FormFile, source: Storage) -> int:
         check_size(source, file.name, file.size)
-        writer.write_file(file, read_pieces(source.open(file.name), file.size))
+        writer.write_file(file, StoredFile(source, file.name).pieces(file.size))
         return file.size
 
     def take_shard(shard: int, source: Storage) -> int:
         receipt = read_committed(source, shard, manifest)
         with write_errors(target.locate(shard_name(shard))), target.pending(shard_name(shard)) as copy:
-            file, whole = ShardFile(source, shard), RunningHash()
-            for data in read_pieces(file, receipt.size):
+            file, whole = StoredFile(source, shard_name(shard)), RunningHash()
+            for data in file.pieces(receipt.size):
                 whole.update(data)
                 copy.write(data)
             check_sum(file.path, whole, receipt.xxh3_128, "CACHE-90")

@@ -1,23 +1,14 @@
 """Factored records: queries and keys in place of maps (CACHE-140 to CACHE-153)."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.makers import FACTORS, job, key_of, write_cache
+from support.makers import FACTORS, job
 from support.refusals import refusal
 
-from shd_ref.cache import (
-    FACTORED_CODECS,
-    CacheReader,
-    LayerFactors,
-    codec_error,
-    decode_factors,
-    encode_factors,
-    rebuild_maps,
-)
+from shd_ref.cache import FACTORED_CODECS, LayerFactors, codec_error, decode_factors, encode_factors, rebuild_maps
 from shd_ref.cache.codecs.factored import factored_kl_bound
 
 
@@ -107,9 +98,3 @@ def test_what_cannot_be_coded_is_refused(codec: str, change: float | None, code:
 def test_manifest_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
     with refusal("argument-value"):
         job(**({"codec": "int8", "factors": FACTORS} | changes))
-
-
-def test_maps_have_no_queries(tmp_path: Path) -> None:
-    reader = CacheReader(write_cache(tmp_path / "cache", job()))
-    with refusal("argument-value", "must hold queries and keys"):
-        reader.decode_factors(reader.read(key_of(0)), 1)

@@ -157,23 +157,21 @@ def rebuild_maps(
     mixing: NDArray[Any] | None = None,
     *,
     window: int | None = None,
-    first: int = 0,
     rows: slice | None = None,
 ) -> Array32:
     """Maps from queries and keys: the teacher's, or mixed to the student's (CACHE-152).
 
     Args:
-        queries: ``(H_t, n - first, d)``.
-        keys: ``(H_kv, n - first, d)``.
+        queries: ``(H_t, n, d)``, without padding.
+        keys: ``(H_kv, n, d)``.
         scale: of their products.
         support: ``"full"`` or ``"causal"``; ``argument-value`` for another.
         mixing: ``(H_s, H_t)``, or None for the teacher's own maps.
         window: see ``LayerFactors``.
-        first: positions of padding before the first that counts; their rows and columns are zero.
-        rows: of those that count, the ones to make; without padding. Default: all.
+        rows: the ones to make. Default: all.
 
     Returns:
-        ``(H_s or H_t, n, n)`` float32, made in float64 head by head; or ``(H_s or H_t, rows, n - first)``.
+        ``(H_s or H_t, rows, n)`` float32, made in float64 head by head.
     """
     check_option("support", support, SUPPORTS, "CACHE-125")
     (heads, length), share = queries.shape[:2], len(queries) // len(keys)
@@ -190,8 +188,7 @@ def rebuild_maps(
         probs /= probs.sum(axis=-1, keepdims=True)
         for student in np.flatnonzero(weights[:, head]):
             merged[student] += weights[student, head] * probs
-    before = 0 if rows is not None else first
-    return np.pad(merged.astype(np.float32), ((0, 0), (before, 0), (before, 0)))
+    return merged.astype(np.float32)
 
 
 def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -21,7 +21,6 @@ from shd_ref.cache.codecs.codecs import (
     CodecError,
     RowError,
     check_codes,
-    check_finite,
     code_dtype,
     decode,
     pack,
@@ -31,7 +30,6 @@ from shd_ref.cache.codecs.codecs import (
 from shd_ref.cache.codecs.factored import (
     FACTORED_CODECS,
     MAX_SCALE,
-    CodedFactors,
     LayerFactors,
     check_coded_factors,
     decode_factors,
@@ -44,7 +42,7 @@ from shd_ref.cache.forms.form import F32, U8, Extent, Form, Part, SampleRecord, 
 from shd_ref.cache.forms.groups import TokenGroups
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.cache.storage.storage import MAX_LAYERS
-from shd_ref.errors import ShdError, need
+from shd_ref.errors import ShdError
 
 MAX_HEADS: Final = 10_000
 KINDS: Final = ("encoder", "decoder", "cross")
@@ -196,12 +194,6 @@ class Attention(Form):
         """Rows of the layer with the most rows, without leading padding; a decoder's rows are its positions."""
         return extent.num_rows - extent.first
 
-    def check(self, record: SampleRecord) -> None:
-        self.check_codes(record)
-        for part, shape in zip(self.parts[:2], self.part_shapes(record.extent), strict=False):
-            if part.name in record.parts:
-                _check_floats(record, part.name, record.parts[part.name], shape)
-
     def plain_size(self, extent: Extent) -> int:
         return 4 * self.num_student_heads * sum(rows * keys for rows, keys in self.map_shapes(extent))
 
@@ -230,13 +222,10 @@ class Attention(Form):
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
         """Bytes of each layer's blob."""
 
-    @abstractmethod
-    def check_codes(self, record: SampleRecord) -> None:
-        """Refuse codes whose shapes or types do not fit."""
-
-    @abstractmethod
     def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
-        """The merged maps of one student layer, ``(H_s, rows, keys)``."""
+        """The merged maps of one student layer, ``(H_s, rows, keys)``; rows sum to one or are zero."""
+        num_rows, _ = self.map_shapes(record.extent)[self.column(layer)]
+        return self.decode_rows(record, layer)(slice(0, num_rows))
 
     @abstractmethod
     def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
@@ -264,14 +253,6 @@ def blob_name(layer: int) -> str:
 
 def _count_pairs(plan: Plan) -> int:
     return sum(len(one_round) for one_round in plan)
-
-
-def _check_floats(record: SampleRecord, name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
-    if values.shape != shape:
-        raise misfit(record, f"{name} must be {shape}", values.shape)
-    where = f"record {record.index}: {name}"
-    need(values.dtype == np.float32, "argument-dtype", where, "be float32", values.dtype, spec_id="CACHE-107")
-    check_finite(where, values, "CACHE-107")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,27 +306,16 @@ class Maps(Attention):
         """One code per entry, including those above the diagonal."""
         return self.plain_size(extent) // 4 * code_dtype(self.codec).itemsize
 
-    def check_codes(self, record: SampleRecord) -> None:
-        heads, shapes = self.num_student_heads, self.map_shapes(record.extent)
-        for layer, (rows, keys) in zip(self.student_layers, shapes, strict=True):
-            shape: tuple[int, ...] = getattr(record.parts[blob_name(layer)], "shape", ())  # factors have none
-            square = bool(record.shapes) or shape[1:] == shape[1:2] * 2
-            if not (len(shape) == 3 and shape[0] == heads and shape[1] >= rows and shape[2] >= keys and square):
-                sizes = f"L, L) with L >= {rows}" if rows == keys else f"L, S) with L >= {rows}, S >= {keys}"
-                raise misfit(record, f"codes of layer {layer} must be ({heads}, {sizes}", shape)
-
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """One blob per layer (CACHE-126); ``support-mismatch`` when a counted row has mass on padding."""
-        shapes = self.map_shapes(record.extent)
-        for layer, (num_rows, num_keys) in zip(self.student_layers, shapes, strict=True):
+        for layer, shape in zip(self.student_layers, self.map_shapes(record.extent), strict=True):
             codes = record.parts[blob_name(layer)]
-            counted = cut_map(codes, num_rows, num_keys, f"record {record.index} layer {layer}")
+            if codes[:, : shape[0], : shape[1]].shape != (self.num_student_heads, *shape):
+                rule = f"codes of layer {layer} must have {self.num_student_heads} heads and at least {shape} entries"
+                raise misfit(record, rule, codes.shape)
+            counted = cut_map(codes, *shape, f"record {record.index} layer {layer}")
             check_codes(self.codec, counted)
             yield pack(counted, self.support, self.codec)
-
-    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
-        """``(H_s, rows, keys)`` float32; rows sum to one or are zero."""
-        return self.decode_rows(record, layer)(slice(None))
 
     def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
         shape = self.map_shapes(record.extent)[self.column(layer)]
@@ -408,34 +378,12 @@ class Factors(Attention):
         length, heads = extent.length - extent.first, self.num_teacher_heads
         return tuple(factored_size(self.codec, heads, layer, length) for layer in self.factors)
 
-    def check_codes(self, record: SampleRecord) -> None:
-        length, heads = record.length - record.first, self.num_teacher_heads
-        dtype, has_steps = np.dtype(self.codec), self.codec == "int8"
-        for factors, name in zip(self.factors, map(blob_name, self.student_layers), strict=True):
-            coded = record.parts[name]
-            if not isinstance(coded, CodedFactors):
-                raise misfit(record, "codes must be queries and keys for factors", coded.shape)
-            parts = ((heads, coded.queries, coded.query_steps), (factors.num_key_heads, coded.keys, coded.key_steps))
-            for count, codes, steps in parts:
-                shapes = (count, length, factors.width), (count, length) if has_steps else None
-                if (actual := (codes.shape, None if steps is None else steps.shape)) != shapes:
-                    raise misfit(record, "factors and steps must be {} and {}".format(*shapes), actual)
-                if codes.dtype != dtype or (steps is not None and steps.dtype != np.float32):
-                    message = f"record {record.index}: factors must be {dtype} with float32 steps; got {codes.dtype}"
-                    raise ShdError("argument-dtype", message, "CACHE-142")
-
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """One blob per layer (CACHE-149); ``not-finite``, ``argument-value``: codes that no encoder makes."""
         for layer in self.student_layers:
             coded = record.parts[blob_name(layer)]
             check_coded_factors(coded)
             yield pack_factors(coded)
-
-    def decode(self, record: SampleRecord, layer: int) -> NDArray[np.float32]:
-        queries, keys = self.decode_factors(record, layer)
-        column = self.column(layer)
-        factors, mixing, first = self.factors[column], record.parts["mixing"][column], record.first
-        return rebuild_maps(queries, keys, factors.scale, self.support, mixing, window=factors.window, first=first)
 
     def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
         queries, keys = self.decode_factors(record, layer)

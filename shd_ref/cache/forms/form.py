@@ -166,12 +166,8 @@ class Form(ABC):
         return "position"
 
     @abstractmethod
-    def check(self, record: SampleRecord) -> None:
-        """Refuse parts that do not fit: ``argument-shape``, ``argument-dtype``, ``not-finite``; all are there."""
-
-    @abstractmethod
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
-        """The ``U8`` parts of a checked record, padding cut off; refuses what no encoder makes."""
+        """The ``U8`` parts of a record, padding cut off; refuses codes that no encoder makes."""
 
     def held_size(self, extent: Extent) -> int:
         """Bytes that the codes of a sample take in memory before they are packed."""

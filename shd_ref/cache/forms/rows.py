@@ -40,7 +40,7 @@ from shd_ref.cache.codecs.logits import (
     pick_classes,
     rows_moved,
 )
-from shd_ref.cache.forms.form import SHA256, U8, Extent, Form, Part, SampleRecord, misfit, require, require_ranges
+from shd_ref.cache.forms.form import SHA256, U8, Extent, Form, Part, SampleRecord, require, require_ranges
 from shd_ref.cache.storage.documents import optional
 from shd_ref.cache.storage.storage import MAX_LAYERS
 from shd_ref.errors import ShdError, need
@@ -277,18 +277,9 @@ class Rows(Form):
         if self.rows == "decoder" and extent.decoder < 1:
             yield f"decoder must be at least 1 where {self.SUBJECT} have its rows; got {extent.decoder}"
 
-    def check(self, record: SampleRecord) -> None:
-        for part, codec in self.coded:
-            rows, shape = record.parts[part.name], (self.num_rows(record.extent), codec.size)
-            if not isinstance(rows, np.ndarray) or rows.shape != shape:
-                actual = getattr(rows, "shape", rows)
-                raise misfit(record, f"{part.title} must be {shape}, rows of bytes", actual, "CACHE-161")
-            name = f"record {record.index}: {part.title}"
-            need(rows.dtype == np.uint8, "argument-dtype", name, "be uint8", rows.dtype, spec_id="CACHE-161")
-
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         for part, codec in self.coded:
-            rows = np.ascontiguousarray(record.parts[part.name])
+            rows = self._read(record, part, codec)
             codec.check(f"record {record.index}: {part.title}", rows)
             yield rows.reshape(-1)
 
@@ -300,11 +291,11 @@ class Rows(Form):
         raise ShdError("argument-value", f"layer must be one of the teacher's {layers}; got {layer}", "CACHE-176")
 
     def _read(self, record: SampleRecord, part: Part, codec: RowCodec) -> NDArray[np.uint8]:
-        """A part as rows ``(R, size)``, without a copy."""
+        """A part as contiguous rows ``(R, size)``; ``argument-shape`` for other bytes."""
         if part.name not in record.parts:
             message = f"record {record.index} must be read with {part.title} to decode it; got {sorted(record.parts)}"
             raise ShdError("argument-value", message, "CACHE-161")
-        blob, count = record.parts[part.name], self.num_rows(record.extent)
+        blob, count = np.ascontiguousarray(record.parts[part.name]).reshape(-1), self.num_rows(record.extent)
         check_blob(part.title, blob, count * codec.size, f"{count} rows of {codec.size} bytes", "CACHE-161")
         rows: NDArray[np.uint8] = blob.reshape(count, codec.size)
         return rows

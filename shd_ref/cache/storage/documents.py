@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar, cast
 
+import numpy as np
+
 from shd_ref.cache.storage.storage import NEEDS, Storage, xxh3_128
 from shd_ref.errors import ShdError, import_package
 
@@ -49,7 +51,8 @@ def read_document(storage: Storage, name: str) -> bytes:
     if size > MAX_DOCUMENT_BYTES:
         message = f"{storage.locate(name)} must hold at most {MAX_DOCUMENT_BYTES} bytes; got {size}"
         raise ShdError("cache-corrupt", message, "CACHE-14")
-    return storage.open(name).read(0, size).tobytes()
+    data = np.empty(size, dtype=np.uint8)
+    return data[: storage.open(name)(0, [data])].tobytes()
 
 
 def parse_members(data: bytes, source: object) -> dict[str, Any]:

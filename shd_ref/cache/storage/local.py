@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.storage.drafts import sync
-from shd_ref.cache.storage.storage import LOCK_NAME, PendingFile, RangeFile, Storage
+from shd_ref.cache.storage.storage import LOCK_NAME, Fill, PendingFile, Storage
 from shd_ref.errors import ShdError
 
 TEMP_SUFFIX: Final = ".tmp"
@@ -64,7 +64,7 @@ class LocalStorage(Storage):
         with self.reads(name), self._parent(name) as (folder, base):
             return self._check_regular(name, os.stat(base, dir_fd=folder, follow_symlinks=False))
 
-    def open(self, name: str) -> RangeFile:
+    def open(self, name: str) -> Fill:
         return _LocalFile(self, name)
 
     def open_regular(self, name: str) -> int:
@@ -274,7 +274,7 @@ class _LocalPending(PendingFile):
         os.close(self._folder)
 
 
-class _LocalFile(RangeFile):
+class _LocalFile:
     """Reads name their position, so processes and threads may share the descriptor."""
 
     def __init__(self, storage: LocalStorage, name: str) -> None:
@@ -282,11 +282,7 @@ class _LocalFile(RangeFile):
         with self._reads():
             self._descriptor = storage.open_regular(name)
 
-    def read(self, start: int, end: int) -> NDArray[np.uint8]:
-        data = np.empty(end - start, dtype=np.uint8)
-        return data[: self.read_into(start, [data])]
-
-    def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
+    def __call__(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
         rest, offset = [buffer.data for buffer in parts], start
         with self._reads():
             while rest:

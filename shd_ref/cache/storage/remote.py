@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.cache.storage.storage import PendingFile, RangeFile, Storage
+from shd_ref.cache.storage.storage import Fill, PendingFile, Storage
 from shd_ref.errors import ShdError, import_package
 
 REQUESTS: Final = 16
@@ -47,8 +48,8 @@ class RemoteStorage(Storage):
             filesystem.invalidate_cache(path)
             return int(filesystem.info(path)["size"])
 
-    def open(self, name: str) -> RangeFile:
-        return _RemoteFile(self, name)
+    def open(self, name: str) -> Fill:
+        return functools.partial(self._fill, name)
 
     def names(self, folder: str = "") -> list[str]:
         filesystem, prefix = self._connect()
@@ -99,6 +100,15 @@ class RemoteStorage(Storage):
             if self.size(name) > start:
                 raise
             return b""  # stores refuse a range that begins beyond the end
+
+    def _fill(self, name: str, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
+        data = np.frombuffer(self.read_range(name, start, start + sum(map(len, parts))), dtype=np.uint8)
+        offset = 0
+        for buffer in parts:
+            piece = data[offset : offset + len(buffer)]
+            buffer[: len(piece)] = piece
+            offset += len(buffer)
+        return len(data)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root}
@@ -152,14 +162,6 @@ class _RemotePending(PendingFile):
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-class _RemoteFile(RangeFile):
-    def __init__(self, storage: RemoteStorage, name: str) -> None:
-        self._storage, self._name = storage, name
-
-    def read(self, start: int, end: int) -> NDArray[np.uint8]:
-        return np.frombuffer(bytearray(self._storage.read_range(self._name, start, end)), dtype=np.uint8)
 
 
 def _open_filesystem(root: str) -> tuple[Any, str]:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -48,22 +48,8 @@ class PendingFile(abc.ABC):
         """Discard what was not committed."""
 
 
-class RangeFile(abc.ABC):
-    """An open file that is read by position; errors are those of ``Storage``."""
-
-    @abc.abstractmethod
-    def read(self, start: int, end: int) -> NDArray[np.uint8]:
-        """Bytes ``start`` to ``end``, fewer where the file ends before, in memory of the caller's own."""
-
-    def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
-        """Fill these arrays in order with the bytes from ``start`` on; how many there were."""
-        data = self.read(start, start + sum(map(len, parts)))
-        offset = 0
-        for buffer in parts:
-            piece = data[offset : offset + len(buffer)]
-            buffer[: len(piece)] = piece
-            offset += len(buffer)
-        return len(data)
+Fill: TypeAlias = Callable[[int, Sequence[NDArray[np.uint8]]], int]
+"""Fills arrays in order with the bytes of an open file from a position on, and says how many there were."""
 
 
 class Storage(abc.ABC):
@@ -92,7 +78,7 @@ class Storage(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def open(self, name: str) -> RangeFile:
+    def open(self, name: str) -> Fill:
         """A file to be read by position; some storages find out at the first read that it is absent."""
 
     @abc.abstractmethod

@@ -32,8 +32,16 @@ from shd_ref.cache import (
     dataset_fingerprint,
     list_cache,
 )
-from shd_ref.cache.shards import ShardFile
-from shd_ref.cache.storage.storage import MANIFEST_NAME, Folder, is_address, open_storage, subfolder, write_errors
+from shd_ref.cache.shards import StoredFile
+from shd_ref.cache.storage.storage import (
+    MANIFEST_NAME,
+    Folder,
+    is_address,
+    open_storage,
+    shard_name,
+    subfolder,
+    write_errors,
+)
 from shd_ref.cache.writer import check_free, other_job
 from shd_ref.errors import ShdError, need
 from shd_ref.merging.plans import merge_plan
@@ -105,10 +113,9 @@ def summarise(folder: str | os.PathLike[str], manifest: Manifest, **told: Any) -
     alphas: list[NDArray[np.float32]] = []
     for shard in listing.written:
         if sum(map(len, alphas)) < MAX_ALPHAS:
-            file, parts = ShardFile(storage, shard), Receipt.read(storage, shard, manifest).stored_parts(manifest)
-            alphas += [
-                file.read(blob.start, blob.end).view("<f4") for _, part, blob in parts if part.name == "alphas"
-            ]
+            file, receipt = StoredFile(storage, shard_name(shard)), Receipt.read(storage, shard, manifest)
+            blobs = [blob for _, part, blob in receipt.stored_parts(manifest) if part.name == "alphas"]
+            alphas += [file.read(blob.start, blob.end).view("<f4") for blob in blobs]
     values = np.concatenate([*alphas, np.empty(0, np.float32)])
     attention = manifest.find(Attention)
     solved = attention is not None and attention.strategy == "shd"

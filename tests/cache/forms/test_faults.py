@@ -73,9 +73,7 @@ def _rows(name: str) -> dict[str, Fault]:
         "left out": part("argument-shape", name, lambda codes: None),
         "a row too few": part("argument-shape", name, lambda codes: codes[:-1]),
         "a byte too few": part("argument-shape", name, lambda codes: codes[:, 1:]),
-        "one axis": part("argument-shape", name, lambda codes: codes.reshape(-1)),
         "no array": part("argument-shape", name, lambda codes: codes.tolist()),
-        "signed bytes": part("argument-dtype", name, lambda codes: codes.view(np.int8)),
     }
 
 
@@ -94,10 +92,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "a head too many": part("argument-shape", "L01", lambda codes: np.repeat(codes, 2, axis=0)),
         "mass on padding": part("support-mismatch", "L01", _mass_on_padding),
         "code type": part("argument-dtype", "L01", lambda codes: codes.astype(np.int32)),
-        "queries and keys": part("argument-shape", "L01", lambda _: _factors("int8")),
-        "alphas type": part("argument-dtype", "alphas", lambda _: np.zeros((2, 2))),
         "alphas shape": part("argument-shape", "alphas", lambda _: np.zeros((2, 3), np.float32)),
-        "alphas per row": part("argument-shape", "alphas", lambda _: np.zeros((2, 2, LENGTH), np.float32)),
         "alphas not finite": part("not-finite", "alphas", lambda _: np.full((2, 2), np.nan, np.float32)),
         "mixing shape": part("argument-shape", "mixing", lambda _: np.zeros((2, 4, 2), np.float32)),
         "mixing not finite": part("not-finite", "mixing", lambda _: np.full((2, 2, 4), np.inf, np.float32)),
@@ -105,14 +100,13 @@ FAULTS: dict[str, dict[str, Fault]] = {
     "causal": {"mass above the diagonal": part("support-mismatch", "L01", np.ones_like)},
     "own shapes": {
         f"shapes {shapes}": say("argument-shape", shapes=shapes)
-        for shapes in ((), ((2, 2),), ((2, 2), (2, 90)), ((90, 2), (2, 2)), ((0, 1), (1, 1)))
+        for shapes in ((), ((2, 2),), ((90, 2), (2, 2)), ((0, 1), (1, 1)))
     },
     "factors": {
         "a code of -128": part("argument-value", "L01", lambda f: replace(f, queries=np.full_like(f.queries, -128))),
         "negative steps": part("argument-value", "L01", lambda f: replace(f, query_steps=-f.query_steps)),
         "another codec": part("argument-shape", "L01", lambda _: _factors("float16")),
         "left out": part("argument-shape", "L01", lambda _: None),
-        "maps": part("argument-shape", "L01", lambda _: record_of(_job("maps"), 1).parts["L01"]),
         "no mixing": part("argument-shape", "mixing", lambda _: None),
         "padding in front": say("argument-shape", first=1),
     },
