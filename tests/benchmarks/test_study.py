@@ -1,6 +1,5 @@
 """The study runs through with tiny sizes, goes on where it stopped, and its figures are what they are called."""
 
-import csv
 import json
 import math
 import sys
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,43 +30,6 @@ def run_study(folder: Path, *words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_quick_study_of_images_stops_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_study(tmp_path, "images", "--parts", "beta", "start")
-    with pytest.raises(SystemExit):
-        run_study(tmp_path, "pictures")
-    before = (tmp_path / "runs.jsonl").read_bytes()
-    (tmp_path / "runs.jsonl").write_bytes(before + before[:100])  # torn by a crash
-    capsys.readouterr()
-    run_study(tmp_path, "images", "--budget", "0s")
-    output = " ".join(capsys.readouterr().out.split())
-    assert "0 runs made, 4 of 12 missing" in output
-    assert "missing of rivals: attention_copy (seed 0), attention_copy (seed 1), linear_projector (seed 0)" in output
-    runs = run_study(tmp_path, "images")
-    assert (tmp_path / "runs.jsonl").read_bytes().startswith(before)
-    assert len({run["key"] for run in runs}) == len(runs) == 12
-    for run in runs:
-        assert 0 <= run["test_accuracy"] <= 1
-        assert 0.5 < run["linear_accuracy"] <= 1  # ten classes, which pixels tell apart
-        assert math.isfinite(run["test_loss"])
-        assert run["step_seconds"] > 0
-    by_method = {run["options"]["method"]: run for run in runs}
-    # 3 layers: merged maps of 3 heads over 17 tokens, or features of 24 channels, two bytes a number.
-    assert by_method["shd"]["sample_bytes"] == by_method["attention_copy"]["sample_bytes"] == 3 * 3 * 17 * 17 * 2
-    assert by_method["linear_projector"]["sample_bytes"] == 3 * 17 * 24 * 2
-    assert by_method["linear_projector"]["parameter_bytes"] == 3 * (12 * 24 + 24) * 4
-    assert by_method["base"]["sample_bytes"] == by_method["base"]["parameter_bytes"] == 0
-    with (tmp_path / "images.csv").open(encoding="utf-8") as file:
-        rows = {row["label"]: row for row in csv.DictReader(file)}
-    assert {"base loss alone", "SHD, beta 0.1", "SHD, beta 1", "linear projector, beta 0.1"} <= set(rows)
-    assert rows["linear projector, beta 0.1"]["over_shd"] != "nan"
-    assert rows["SHD, beta 0.1"]["over_shd"] == "nan"
-    assert {path.name for path in tmp_path.glob("*.png")} == {"images-gains.png"}
-    assert all(len(run["start"]) == 16 for run in runs)
-    by_start = {(run["options"]["start"], run["seed"]): run["start"] for run in runs}
-    assert all(run["start"] == by_start[run["options"]["start"], run["seed"]] for run in runs)
-    assert len(set(by_start.values())) == len(by_start) == 4
-
-
 def test_a_quick_study_of_generation(tmp_path: Path) -> None:
     runs = run_study(tmp_path, "generation")
     assert {run["options"]["method"] for run in runs} == {"base", "shd"}
@@ -83,26 +44,6 @@ def test_frechet_distance_of_two_normal_distributions() -> None:
     assert frechet_distance(one, one) == pytest.approx(0.0, abs=1e-12)
     # For commuting covariances: squared differences of means and of standard deviations.
     assert frechet_distance(one, other) == pytest.approx(1.0 + (2 - 1) ** 2 + (3 - 1) ** 2)
-
-
-def test_a_remembered_lesson_is_that_of_a_live_teacher() -> None:
-    from support.binding.models import hf_model
-
-    from benchmarks.study.memory import Remembered
-    from benchmarks.study.rivals import make_rival
-
-    teacher = hf_model("llama", num_hidden_layers=4)
-    student = hf_model("llama", hidden_size=16, num_attention_heads=2)
-    ids = torch.randint(0, 50, (70, 9), generator=torch.Generator().manual_seed(0))
-    index = torch.tensor([69, 3, 3])
-    for name in ("shd", "geometric_mean", "js", "linear_projector", "attention_output"):
-        rival = make_rival(name, teacher, student, {"input_ids": ids[:8]}, temperature=2.0)
-        losses = []
-        for outputs in (Remembered(rival, {"input_ids": ids})(index, {}), rival.teach(input_ids=ids[index])):
-            with rival.capture(student, outputs) as own_pass:
-                student(input_ids=ids[index])
-            losses.append(rival(own_pass, outputs))
-        torch.testing.assert_close(losses[0], losses[1])
 
 
 def test_gains_are_paired_and_intervals_are_students() -> None:
@@ -176,25 +117,3 @@ def test_tables_and_pages_have_the_figures_of_the_runs(tmp_path: Path) -> None:
         assert (tmp_path / f"{task}.csv").read_bytes() == (results / f"{task}.csv").read_bytes()
     page = (ROOT / "docs" / "study" / "setup.md").read_text(encoding="utf-8")
     assert f"all {count_comparisons(rows)} comparisons" in page
-
-
-def test_a_squeezed_denoiser_mixes_its_teachers_logits() -> None:
-    from benchmarks.study.denoiser import Denoiser, squeeze_denoiser
-    from shd_torch import capture_attention
-
-    torch.manual_seed(0)
-    teacher = Denoiser(8, 16, 4, 2).requires_grad_(False)
-    for block in teacher.blocks:
-        torch.nn.init.normal_(block.modulate.weight, std=0.3)  # zero in a fresh one: blocks would not see the step
-    x_t, t = torch.randn(6, 1, 8, 8), torch.arange(6) * 100
-    same = squeeze_denoiser(teacher, 4, [0, 1], x_t, t, "progressive")
-    torch.testing.assert_close(same(x_t, t), teacher(x_t, t))
-    student = squeeze_denoiser(teacher, 2, [0], x_t, t, "matched")
-    with capture_attention(teacher, keep_values=True) as given, capture_attention(student, keep_values=True) as made:
-        teacher(x_t, t)
-        student(x_t, t)
-    logits = [each.layer(0).compute_logits().transpose(0, 1).flatten(1).mT for each in (given, made)]
-    mixing = torch.linalg.lstsq(*logits).solution.mT  # (student heads, teacher heads)
-    torch.testing.assert_close(logits[0] @ mixing.mT, logits[1])
-    torch.testing.assert_close(mixing.sum(1), torch.ones(2))
-    assert (mixing.abs() > 1e-4).sum(0).tolist() == [1, 1, 1, 1]  # every teacher head in one group

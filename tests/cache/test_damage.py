@@ -156,16 +156,6 @@ def test_all_problems_are_listed(folder: Path) -> None:
         assert str(problem).count(problem.path) == 1
 
 
-def test_verification_reports_progress(folder: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    report = verify_cache(folder, on_progress=lambda done, total: seen.append((done, total)))
-    assert report.ok
-    assert report.sealed
-    assert (report.shards, report.records) == (4, 7)
-    assert report.bytes == sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
-
-
 def test_verification_without_a_manifest(tmp_path: Path) -> None:
     (problem,) = verify_cache(tmp_path).problems
     assert (problem.code, problem.path) == ("cache-incomplete", "manifest.json")

@@ -56,11 +56,10 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 JOBS = GOLDEN_JOBS | {
     f"{name}, {forms}": job(**attention, **FORMS.get(forms, {}))
-    for name, attention in ATTENTION.items()
-    for forms in (*FORMS, "alone")
-    if not (name == "none" and forms == "alone")
+    for number, (name, attention) in enumerate(ATTENTION.items())
+    for forms in (list(FORMS)[number % len(FORMS)], "alone" if name != "none" else "topk")
 }
-"""The golden ones, and every form beside attention of every kind."""
+"""The golden ones, and attention of every kind, alone and with other forms in turn."""
 
 
 @pytest.mark.parametrize("name", JOBS)

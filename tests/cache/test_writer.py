@@ -37,16 +37,6 @@ def test_resume_writes_what_is_missing(tmp_path: Path) -> None:
     assert contents(tmp_path / "resumed") == contents(write_cache(tmp_path / "whole", job()))
 
 
-def test_committed_shard_is_not_written_again(tmp_path: Path) -> None:
-    writer = CacheWriter(tmp_path, job())
-    receipt = writer.write_shard(1, records_of(job(), 1), MEASURED)
-    before = contents(tmp_path)
-    halves = {record.index: {"alphas": record.parts["alphas"] / 2} for record in records_of(job(), 1)}
-    other = [record_of(job(), index, parts=half) for index, half in halves.items()]
-    assert writer.write_shard(1, other, MEASURED) == receipt
-    assert contents(tmp_path) == before
-
-
 @pytest.mark.parametrize("damage", ["no receipt", "bad receipt", "foreign receipt", "no shard", "short shard"])
 def test_damaged_shards_are_missing_and_can_be_written_again(tmp_path: Path, damage: str) -> None:
     folder = write_cache(tmp_path / "cache", job())

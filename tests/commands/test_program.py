@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +17,8 @@ from support.commands import invoke
 
 from shd_ref import ShdError
 from shd_ref.cli import load_app
-from shd_ref.commands.program import COMMANDS, Failed, Program, option_of
+from shd_ref.commands.program import COMMANDS, Failed, Program
 from shd_ref.commands.terminal import console
-from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.options import FROM_1, INTEGERS, OPTIONS, Needs, one_of, panel
 
 
@@ -51,25 +50,6 @@ def run(function: Any, *words: str, code: int = 0, **options: Any) -> str:
 
 def bake(*, cake: Cake, quick: bool = False) -> None:
     print(cake, quick)
-
-
-@OPTIONS
-@dataclass(frozen=True)
-class Toppings:
-    nuts: Annotated[tuple[int, ...], INTEGERS] = ()
-    seeds: Annotated[tuple[int, ...] | None, INTEGERS] = None
-
-
-TOPPINGS = Toppings()
-
-
-def top(*, toppings: Toppings = TOPPINGS) -> None:
-    print(toppings)
-
-
-def test_a_list_that_is_not_given_has_its_default() -> None:
-    assert run(top) == f"{Toppings()}\n"
-    assert run(top, "--nuts", "1,2", "--seeds", "3") == f"{Toppings((1, 2), (3,))}\n"
 
 
 def test_a_dataclass_stands_for_its_fields() -> None:
@@ -109,15 +89,6 @@ def test_lists_are_numbers_with_commas(words: str) -> None:
     assert f"error (argument-value): {option} must be" in run(bake, "--eggs", "1", words, code=1)
 
 
-def test_a_dataclass_that_may_be_left_out() -> None:
-    def left_out(*, cake: Cake | None = None) -> None:
-        print(cake)
-
-    assert run(left_out) == "None\n"
-    assert run(left_out, "--eggs", "1") == f"{Cake(1)}\n"
-    assert "--eggs must be given" in run(left_out, "--heat", "1", code=2)
-
-
 def test_an_option_that_nothing_would_read_is_refused() -> None:
     """It would be lost without a word."""
 
@@ -133,29 +104,6 @@ def test_an_option_that_nothing_would_read_is_refused() -> None:
     assert run(brew, "--cup", "milk", "--sugar", "2", "--lid", "--colour", "red") == "milk 2 red\n"
     assert "--sugar must go with --cup tea or milk; got 2 without it" in run(brew, "--sugar", "2", code=1)
     assert "--colour must go with --lid; got red without it" in run(brew, "--colour", "red", code=1)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "precompute t --inputs d --out c --student-heads 2 --codec u4 --form factored",
-        "precompute t --inputs d --out c --student-heads 2 --logits-top 4",
-        "precompute t --inputs d --out c --student-heads 2 --matched-by similarity",
-        "precompute t --inputs d --out c --student-heads 2 --hidden-codec int8",
-        "verify c --records 9",
-        "report c --provider cuda",
-        "export t --out o --student --data d",
-        "doctor t s --batch-size 4",
-        "doctor t s --data d --beta 1",
-    ],
-)
-def test_options_of_what_is_not_done(words: str) -> None:
-    is_torch = words.startswith(("doctor", "export"))
-    if is_torch:
-        pytest.importorskip("torch", reason="shd-torch needs the extra 'torch'")
-    app = import_module("shd_torch.cli").load_app() if is_torch else load_app()
-    result = invoke(app, words.split())
-    assert (result.exit_code, "must go with" in result.output) == (1, True), result.output
 
 
 def test_json_is_all_that_is_printed() -> None:
@@ -191,14 +139,6 @@ def test_an_error_names_the_option_of_its_argument() -> None:
     assert "(argument-value): --eggs must be another; num_eggs must stay" in run(fail, "num_eggs", *eggs, code=1)
     assert "(argument-value): where must be" in run(fail, "where", *eggs, code=1)
     assert "(argument-value): other must be" in run(fail, "other", *eggs, code=1)
-
-
-def test_precompute_offers_every_option() -> None:
-    page = invoke(load_app(), ["precompute", "--help"]).output
-    for field in (*fields(PrecomputeOptions), *fields(RunOptions)):
-        inner = field.name in ("plans", "alpha_rule")  # of experiments, in Python
-        option = option_of(field.name.replace("teachers", "teacher"))  # given once for each
-        assert (f"{option} " in page) != inner, field.name
 
 
 @pytest.mark.parametrize("module", ["shd_ref.cli", "shd_torch.cli"])

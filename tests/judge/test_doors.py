@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import shd_ref
 from shd_ref.conformance import OwnDtype, Program, judge
 from shd_ref.conformance.__main__ import main
-from shd_ref.conformance.sessions import core_factors, sessions_of
 from shd_ref.conformance.specification import CORE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,53 +224,6 @@ def test_options_that_a_plain_function_lacks_are_named() -> None:
     assert {"temperature", "beta", "divergence", "support", "attn_mask", "reduction=mean"} <= set(report.lacks)
     assert report.verdict.startswith("conforms to softmax, shd_loss; lacks attn_mask, beta")
     assert "not judged: value_outputs" in report.verdict
-
-
-def test_a_failure_in_between_is_drawn_again_by_the_operation_judged() -> None:
-    def solve_alpha(**inputs: Any) -> Any:
-        return shd_ref.solve_alpha(**inputs) + 0.125
-
-    subject = SimpleNamespace(squeeze_heads=shd_ref.squeeze_heads, solve_alpha=solve_alpha)
-    reports = [judge(subject, only="squeeze_heads/core", seed=seed) for seed in (4, 5)]
-    (report, *_) = [report for report in reports if report.failures]
-    assert "FAILED solve_alpha" in report.summary()
-    assert f"--seed {report.seed} --only squeeze_heads" in report.summary()
-
-
-def test_masks_are_not_lacking_where_other_options_are() -> None:
-    def squeeze_heads(teacher_probs: Any, value_outputs: Any, num_student_heads: Any, **more: Any) -> Any:
-        if set(more) - {"query_mask"}:
-            raise NotImplementedError("masks alone")
-        return shd_ref.squeeze_heads(teacher_probs, value_outputs, num_student_heads, **more)
-
-    report = judge(SimpleNamespace(squeeze_heads=squeeze_heads), only="squeeze_heads")
-    assert report.passed, report.summary()
-    assert report.lacks == ("alpha_from", "alpha_rule", "plan", "row_sums", "strategy", "temperature")
-
-
-def test_a_mask_of_another_kind_may_be_refused_before_all_else() -> None:
-    """ERR-4: the call may be wrong without it too."""
-    wrong = 0  # without the mask too
-    for seed in range(40):
-        with np.errstate(all="ignore"):
-            steps = list(chain(*sessions_of("shd_loss", "float64", seed, core_factors("shd_loss"), "core")))
-        for call in [call for step in steps for call in step.calls if "_mask of " in call.title]:
-            assert "argument-dtype" in call.accepted
-            wrong += {"argument-dtype", "support-mismatch"} <= call.accepted
-    assert wrong
-
-
-def test_a_failure_shows_the_entry_that_was_changed() -> None:
-    """It may lie beyond those that are shown."""
-
-    def softmax(attn_logits: Any) -> Any:
-        if attn_logits.dtype.kind != "f" or attn_logits.ndim < 2:
-            shd_ref.softmax(attn_logits)
-        return shd_ref.softmax(np.nan_to_num(attn_logits, nan=0.0, posinf=0.0, neginf=-np.inf))
-
-    (result,) = judge(SimpleNamespace(softmax=softmax), only="softmax/core", seed=1).failures
-    assert result.finding
-    assert re.search(r"attn_logits changed: (nan|inf) instead of \S+ at \[[0-9, ]+\]", result.finding.title)
 
 
 def test_the_report_is_as_its_schema_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,6 @@ def test_no_address_is_invented_for_the_project() -> None:
     assert [path for path in files if path.suffix in suffixes and named.search(path.read_text("utf-8"))] == []
 
 
-def test_the_classifiers_name_the_pythons_that_are_run() -> None:
-    named = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["project"]["classifiers"]))
-    (run,) = re.findall(r"@nox.session\(python=(\[.*\])\)\ndef wheels", (ROOT / "noxfile.py").read_text("utf-8"))
-    assert named == re.findall(r"3\.\d+", run)
-    assert PROJECT["project"]["requires-python"] == f">={named[0]}"
-
-
 def test_the_extra_without_a_gpu_is_all_without_what_a_gpu_uses() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
 

@@ -295,13 +295,6 @@ def test_every_error_code_in_use_is_listed_and_every_listed_one_is_used() -> Non
     assert used == set(ERROR_CODES)
 
 
-def test_citation_names_the_version() -> None:
-    (line,) = [
-        line for line in (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines() if "version: " in line[:9]
-    ]
-    assert line == f"version: {shd_ref.__version__}"
-
-
 def test_files_that_nox_names_are_there() -> None:
     text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     named = re.findall(r"\"(tests/[\w/]+(?:\.py)?)\"", text)

@@ -22,7 +22,7 @@ from support.students import precompute
 
 from shd_ref import squeeze_heads
 from shd_ref.cache import CacheReader, Matching
-from shd_ref.report.page import map_picture, read_content, read_evidence, render_page
+from shd_ref.report.page import read_content, read_evidence, render_page
 from shd_ref.teacher import AttentionReader, ModelInputs, PrecomputeOptions, RunOptions, find_sites, input_specs
 
 NUM_SAMPLES, LENGTH = 9, 12
@@ -130,21 +130,6 @@ def test_with_the_teacher_it_shows_what_was_merged(made: Path, tmp_path: Path) -
     assert np.abs(reader.decode(record, 0) - merged).max() < 0.02
 
 
-def test_counts_are_those_of_the_records(tmp_path: Path) -> None:
-    reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7)))
-    layers = read_content(reader)
-    records = [reader.read(key) for key in reader]
-    for number, layer in enumerate(layers):
-        alphas = np.concatenate(
-            [record.parts["alphas"][number].reshape(len(layer.merges), -1) for record in records], axis=1
-        )
-        for merge, values in zip(layer.merges, alphas, strict=True):
-            np.testing.assert_array_equal(merge.values, values)
-            np.testing.assert_allclose(merge.quantiles, np.quantile(values, [0.05, 0.25, 0.5, 0.75, 0.95]))
-    assert read_content(reader, max_records=2)[0].merges[0].values.shape == (2,)
-    check_page(render_page(reader, layers, None))
-
-
 @pytest.mark.parametrize("forms", [FORMS["topk"], *ALONE.values()], ids=["with maps", *ALONE])
 def test_the_page_says_what_shd_ls_says(tmp_path: Path, forms: dict[str, Any]) -> None:
     reader = CacheReader(write_cache(tmp_path / "cache", job(num_samples=7, **forms)))
@@ -210,34 +195,8 @@ def test_a_partial_cache_says_so(made: Path, tmp_path: Path) -> None:
         read_content(CacheReader(tmp_path / "cache", allow_partial=True))
 
 
-@pytest.mark.parametrize("strategy", ["mean", "constant", "hard"])
-def test_strategies_without_spread_have_a_page_too(made: Path, tmp_path: Path, strategy: str) -> None:
-    options = PrecomputeOptions(2, strategy=strategy, temperature=2.0, codec="float32")
-    precompute(made / "teacher.onnx", make_inputs(), tmp_path / "cache", options, RunOptions(mask="mask"))
-    reader = CacheReader(tmp_path / "cache")
-    evidence = read_evidence(reader, made / "teacher.onnx", make_inputs())
-    page = check_page(render_page(reader, read_content(reader), evidence))
-    assert "softened with temperature 2" in page.text
-    assert ("no pairwise weights" in page.text) == (strategy == "mean")
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [(("--teacher", "teacher.onnx"), "argument-value"), (("--out", "absent/report.html"), "write-failed")],
-)
-def test_what_cannot_be_done_is_said(made: Path, words: tuple[str, str], code: str) -> None:
-    assert code in shd("report", made / "cache", words[0], made / words[1], code=1)
-
-
 def test_other_inputs_are_refused(made: Path) -> None:
     other = make_inputs()
     other["x"] += 1
     with refusal("cache-mismatch", "other inputs"):
         read_evidence(CacheReader(made / "cache"), made / "teacher.onnx", other)
-
-
-def test_pictures_hold_a_pixel_an_entry() -> None:
-    picture = map_picture(np.eye(3))
-    assert picture.startswith("data:image/png;base64,iVBOR")
-    assert map_picture(np.zeros((3, 3))).startswith("data:image/png;base64,")
-    assert map_picture(np.array([[np.nan, np.inf], [-np.inf, 0.5]])).startswith("data:image/png;base64,")

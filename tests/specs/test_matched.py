@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.refusals import refusal
 
 from shd_ref import matched_plan, softmax
 
@@ -28,22 +27,3 @@ def test_of_equal_sets_the_first_is_taken(by: str) -> None:
         maps = maps * (1 + 1e-9 * rng.normal(size=maps.shape))
         assert matched_plan([(maps, values)], 3, by) == (((0, 1), (2, 4), (3, 5)),)
         assert matched_plan([(maps[:, [0] * 6], values[:, [0] * 6])], 3, by) == (((0, 1), (2, 3), (4, 5)),)
-
-
-def test_equal_counts_are_the_identity_and_bad_calibration_is_an_error() -> None:
-    probs, outputs = teacher()
-    assert matched_plan([(probs, outputs)], 6) == ()
-    cases: list[tuple[str, Any, dict[str, Any]]] = [
-        ("argument-value", [], {}),
-        ("argument-shape", [(probs,)], {}),
-        ("argument-shape", [(probs, outputs), (probs[:, :5], outputs[:, :5])], {}),
-        ("argument-shape", [(probs, outputs[:, :5])], {}),
-        ("argument-value", [(probs, outputs)], {"by": "cosine"}),
-        ("argument-value", [(probs, outputs)], {"num_student_heads": 0}),
-        ("heads-exceed", [(probs, outputs)], {"num_student_heads": 7}),
-        ("not-a-distribution", [(probs / 2, outputs)], {}),
-    ]
-    for code, items, keywords in cases:
-        with refusal(code):
-            matched_plan(items, **{"num_student_heads": 3, **keywords})
-    assert len(matched_plan([(probs / 2, outputs)], 3, row_sums="at_most_one")[0]) == 3

@@ -49,30 +49,3 @@ def test_a_misfit_is_an_error_of_chapter_err(operation: str, level: int) -> None
         for other in misfits(value):
             with pytest.raises(ShdError):
                 print(argument, repr(other)[:200], function(**{**inputs, argument: other}))
-
-
-def probs(*shape: int) -> Any:
-    return shd_ref.softmax(numbers(*shape))
-
-
-def numbers(*shape: int) -> Any:
-    return np.random.default_rng(17).normal(size=shape)
-
-
-@pytest.mark.parametrize("two", [2, 2.0, np.int64(2), np.uint8(2), np.float32(2), np.float16(2), np.longdouble(2)])
-def test_numbers_of_every_kind_are_numbers(two: Any) -> None:
-    logits, maps = numbers(1, 2, 3, 4), probs(1, 2, 3, 4)
-    assert np.array_equal(shd_ref.softmax(logits, temperature=two), shd_ref.softmax(logits, temperature=2.0))
-    plain = shd_ref.shd_loss(maps, logits, temperature=2.0, beta=2.0)
-    assert shd_ref.shd_loss(maps, logits, temperature=two, beta=two) == plain
-    torch = pytest.importorskip("torch")
-    import shd_torch.maps as binding
-
-    tensors = torch.tensor(maps), torch.tensor(logits)
-    binding.shd_loss(*tensors, temperature=two, beta=two)
-    odd: tuple[Any, ...] = (True, np.True_, np.nan, "2")
-    for wrong in odd:
-        with pytest.raises(ShdError, match="must be a finite number"):
-            binding.shd_loss(*tensors, temperature=wrong)
-        with pytest.raises(ShdError, match="must be a finite number"):
-            binding.shd_loss(*tensors, beta=wrong)

@@ -1,10 +1,9 @@
-"""Maps pooled over other tokens: 200 groupings against plain loops, and what must hold of any."""
+"""Maps pooled over other tokens: 40 groupings against plain loops, and what must hold of any."""
 
 import numpy as np
 import pytest
 from support.pooled import draw_groups, pool_by_loops
 
-import shd_ref
 from shd_ref import ShdError, id_groups, patch_groups, pool_tokens, span_groups
 
 RNG = np.random.default_rng(47)
@@ -16,7 +15,7 @@ def draw_maps(*shape: int) -> np.ndarray:
     return np.asarray(maps / np.maximum(maps.sum(-1, keepdims=True), 1e-300))
 
 
-@pytest.mark.parametrize("number", range(200))
+@pytest.mark.parametrize("number", range(40))
 def test_pooled_maps_are_those_of_plain_loops(number: int) -> None:
     rng = np.random.default_rng(number)
     length, keys = (int(n) for n in rng.integers(1, 9, size=2))
@@ -28,21 +27,6 @@ def test_pooled_maps_are_those_of_plain_loops(number: int) -> None:
     np.testing.assert_allclose(pooled.dropped, dropped, rtol=0, atol=1e-12)
     sums = pooled.probs.sum(-1)
     np.testing.assert_allclose(sums[sums > 0], 1.0, rtol=0, atol=1e-12)
-
-
-def test_identities() -> None:
-    maps = draw_maps(2, 3, 6, 6)
-    np.testing.assert_array_equal(pool_tokens(maps).probs, maps)
-    np.testing.assert_array_equal(pool_tokens(maps, id_groups(range(6)), np.eye(6) * 3).probs, maps)
-    order = np.array([4, 1, 2])
-    picked, aligned = pool_tokens(maps, np.eye(6)[order], np.eye(6)[order]), shd_ref.align_tokens(maps, order, order)
-    for mine, theirs in zip(picked, aligned, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-15)
-    whole = maps / np.maximum(maps.sum(-1, keepdims=True), 1e-300)
-    groups, halves = patch_groups([6], [3]), patch_groups([3], [1])
-    maps = np.where(whole.any(-1, keepdims=True), whole, 1 / 6)  # every row has weight, so that steps compose
-    once = pool_tokens(pool_tokens(maps, groups, groups).probs, halves, halves).probs
-    np.testing.assert_allclose(once, pool_tokens(maps, halves @ groups, halves @ groups).probs, rtol=0, atol=1e-14)
 
 
 def test_groups_of_patches() -> None:

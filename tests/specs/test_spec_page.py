@@ -18,8 +18,6 @@ CHAPTERS = {
 }
 OPTIONAL = {"ORACLE": "scipy"}
 PLAIN = {"NUM", "ERR"}  # chapters without an example
-RETIRED = set(re.findall(r"[A-Z]+-\d+", PAGE[PAGE.index("**Retired ids**") : PAGE.index("## Changelog")]))
-STATED = re.findall(r"\*\*([A-Z]+-\d+)\b", PAGE)
 
 
 def test_edition() -> None:
@@ -39,17 +37,6 @@ def test_examples_of_the_page_run(chapter: str) -> None:
         results = doctest.DocTestRunner(verbose=False).run(example, out=report.append)
         assert results.attempted
         assert not results.failed, "".join(report)
-
-
-def test_ids_that_the_page_and_the_reference_cite_exist() -> None:
-    texts = {"shd.md": PAGE}
-    texts |= {path.name: path.read_text(encoding="utf-8") for path in Path(shd_ref.__file__).parent.glob("*.py")}
-    cited = {
-        (name, spec_id)
-        for name, text in texts.items()
-        for spec_id in re.findall(rf"\b(?:{'|'.join(CHAPTERS)}|D)-\d+\b", text)
-    }
-    assert {(name, spec_id) for name, spec_id in cited if spec_id not in {*STATED, *RETIRED}} == set()
 
 
 def test_operations_have_the_signatures_of_the_table() -> None:

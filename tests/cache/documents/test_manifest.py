@@ -1,5 +1,4 @@
 import json
-import math
 import struct
 from dataclasses import fields, replace
 from pathlib import Path
@@ -74,28 +73,18 @@ def test_shards_hold_every_sample_once_in_the_specified_order() -> None:
     [
         ({"on_error": "ignore"}, "on_error must be one of"),
         ({"num_student_heads": 5}, "num_student_heads must be 1 to num_teacher_heads=4; got 5"),
-        ({"num_student_heads": 0}, "num_student_heads must be 1"),
-        ({"layers": ()}, "layers must be 1 to 1000; got 0"),
         ({"layers": (LayerPair(2, 2, "a", 4), LayerPair(1, 1, "b", 4))}, "student layers must ascend"),
         ({"layers": (LayerPair(1, 2, "a", 4), LayerPair(2, 1, "b", 8))}, "num_teacher_heads must agree"),
         ({"plan": (((0, 4),),)}, "plan positions must be below 4"),
-        ({"plan": (), "plans": (PLAN, (((0, 4),), ((0, 1),)))}, "plan positions must be below 4"),
-        ({"plan": (), "plans": (PLAN,)}, "plans must be 2; got 1"),
         ({"plan": (), "plans": (PLAN, PLAN)}, "plans must not all be equal"),
         ({"plan": (), "plans": (PLAN, (((0, 1),),))}, "plans must have one number of pairs"),
         ({"plans": (PLAN, OTHER_PLAN)}, "plan must be empty"),
         ({"alpha_per": "row"}, "alpha_per must be map"),
         ({"temperature": 0.0}, "temperature must be finite and above 0; got 0.0"),
-        ({"temperature": math.inf}, "temperature must be finite"),
-        ({"temperature": math.nan}, "temperature must be finite"),
-        ({"support": "window"}, "support must be one of"),
         ({"codec": "zip"}, "codec must be one of"),
         ({"num_student_layers": 2}, "num_student_layers must be 3 to 1000; got 2"),
-        ({"num_student_layers": 1001}, "num_student_layers must be 3 to 1000; got 1001"),
         (KINDS | {"kinds": KINDS["kinds"][::-1]}, "kinds must be some of .* in this order"),
         (KINDS | {"num_student_layers": 5}, "num_student_layers must be 4, the sum of all kinds"),
-        (KINDS | {"num_student_layers": None}, "num_student_layers must be 4, the sum of all kinds"),
-        ({"shapes": "some"}, "shapes must be one of"),
         (KINDS | {"support": "causal"}, "shapes must be length for causal support"),
         ({"shards": ShardPlan(2, 17, 5)}, "num_shards must be 4; got 5"),
     ],
@@ -109,27 +98,17 @@ def test_constructor_refuses(changes: dict[str, Any], rule: str) -> None:
     ("part", "arguments"),
     [
         (Teacher, ("ab" * 31, "n", "p", "d")),
-        (Teacher, ("AB" * 32, "n", "p", "d")),
         (LayerPair, (1000, 0, "s", 4)),
-        (LayerPair, (0, 0, "s", 0)),
         (LayerPair, (0, 2**53, "s", 4)),
-        (Matching, ("residual", 0, 0)),
         (Matching, ("residual", 2**53, 0)),
-        (Matching, ("residual", 1, 2**53)),
         (SampleInputs, (("b", "a"), None)),
-        (SampleInputs, ((), None)),
         (SampleInputs, (("a",), "mask")),
         (SampleInputs, (("a", "b"), "b", None, ("b",), None)),
-        (SampleInputs, (("a", "b"), None, None, ("c",), None)),
         (SampleInputs, (("a", "b"), None, None, ("b",), "a")),
         (KindLayers, ("sideways", 1)),
-        (KindLayers, ("cross", 0)),
         (Dataset, ("no key", 1)),
-        (Dataset, (key_of(0), 0)),
         (Dataset, (key_of(0), 10**8 + 1)),
-        (ShardPlan, (0, 0, 1)),
         (ShardPlan, (2**53, 0, 1)),
-        (ShardPlan, (1, 2**53, 1)),
         (ShardPlan, (1, 0, 10**6 + 1)),
     ],
 )
@@ -142,26 +121,17 @@ ATTENTION_MEMBERS = {field.name for kind in (Maps, Factors) for field in fields(
 HOSTILE: dict[str, dict[str, Any]] = {
     "no form": {"attention": {}},
     "unknown form": {"form": "pixels"},
-    "form is a list": {"form": ["maps"]},
     "members of another form": {"form": "factored"},
     "unknown member": {"extra": 1},
     "string for a number": {"num_student_heads": "2"},
-    "bool for a number": {"num_student_heads": True},
     "real for an integer": {"num_student_heads": 2.0},
     "integer for a real": {"temperature": 1},
-    "negative": {"num_student_heads": -1},
     "beyond 2^53": {"shards": {"samples_per_shard": 2**53, "seed": 0, "num_shards": 1}},
     "list for an object": {"teacher": []},
-    "object for a list": {"layers": {}},
     "unknown inner member": {"dataset": {"fingerprint": key_of(0), "num_samples": 7, "path": "../../etc/passwd"}},
-    "missing inner member": {"dataset": {"num_samples": 7}},
     "absurd size": {"dataset": {"fingerprint": key_of(0), "num_samples": 2**52}},
-    "path for a number": {"shards": {"samples_per_shard": 2, "seed": 17, "num_shards": "../../../4"}},
     "plans that are there with their default": {"plans": None},
-    "plans of two kinds": {"plan": [], "plans": [[[[0, 1], [2, 3]]], 3]},
-    "matching without a seed": {"matching": {"by": "residual", "samples": 1}},
     "triple for a pair": {"plan": [[[0, 1, 2]]]},
-    "null": {"codec": None},
     **{f"logits are {value}": {"logits": value} for value in (None, {}, [], "topk", {"codec": "topk"}, 1)},
     "unknown codec": {"codec": "pickle"},
     "version is no string": {"format_version": 1},
@@ -225,12 +195,6 @@ def test_optional_member_is_left_out_where_it_is_the_default() -> None:
     assert "seed" not in members_of(job())["inputs"]
     with refusal("cache-corrupt", "on_error is unknown, or must be left out where it has its default"):
         Manifest.from_bytes(document(members_of(job()) | {"on_error": "stop"}))
-
-
-def test_version_of_a_damaged_manifest_is_not_believed() -> None:
-    data = job().to_bytes().replace(b'"format_version":"1"', b'"format_version":"3"')
-    with refusal("cache-corrupt", "checksum"):
-        Manifest.from_bytes(data)
 
 
 def test_absurdly_large_file_is_refused_unread(tmp_path: Path) -> None:

@@ -12,25 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.makers import (
-    ALONE,
-    AVERAGED,
-    FORMS,
-    HIDDEN_OF_A_DECODER,
-    KINDS,
-    decoder_of,
-    document,
-    errors_of,
-    job,
-    key_of,
-    read_everything,
-    records_of,
-    write_cache,
-)
+from support.makers import ALONE, FORMS, document, job, key_of, read_everything, write_cache
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import Attention, CacheReader, CacheWriter, list_cache, verify_cache
+from shd_ref.cache import Attention, CacheReader, list_cache, verify_cache
 
 
 @pytest.mark.parametrize("layers", [None, [2, 1], [1], []], ids=str)
@@ -79,15 +65,6 @@ def test_a_cache_without_attention_says_so(tmp_path: Path) -> None:
         reader.read(key_of(2), layers=[1])
 
 
-def test_a_cache_holds_something(tmp_path: Path) -> None:
-    with refusal("argument-value", "a cache must hold some of"):
-        job(attention=None)
-    manifest = job(**ALONE["topk"])
-    with_attention = records_of(job(**FORMS["topk"]), 0)
-    with pytest.raises(ShdError, match="as the manifest's forms"):
-        CacheWriter(tmp_path, manifest).write_shard(0, with_attention, errors_of(manifest))
-
-
 def test_a_listing_counts_each_form(tmp_path: Path) -> None:
     manifest = job(**FORMS["topk"])
     reader = CacheReader(write_cache(tmp_path, manifest))
@@ -112,17 +89,6 @@ def test_a_listing_counts_each_form(tmp_path: Path) -> None:
     assert shown["logits"]["codec"] == "topk"
     assert shown["errors"].keys() == {"attention", "logits", "hidden"}
     assert list_cache(write_cache(tmp_path / "plain", job())).to_json()["errors"].keys() == {"attention"}
-
-
-def test_bytes_of_a_decoder_are_counted_by_its_own_positions(tmp_path: Path) -> None:
-    """Samples have 1 to 4 positions of the decoder and 1 to 9 of the encoder."""
-    manifest = job(codec="u4", **KINDS, logits=AVERAGED, hidden=HIDDEN_OF_A_DECODER)
-    listing = list_cache(write_cache(tmp_path, manifest))
-    rows = sum(decoder_of(manifest, index) for index in range(7))
-    assert rows != listing.positions
-    assert set(listing.rows_by_form.values()) == {rows}  # maps have as many rows
-    assert listing.bytes_a_row(manifest.forms[1]) == AVERAGED.row_sizes[0]
-    assert listing.bytes_a_row(manifest.forms[2]) == sum(HIDDEN_OF_A_DECODER.row_sizes)
 
 
 HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -156,23 +122,3 @@ def test_forged_sizes_take_no_memory(tmp_path: Path, name: str) -> None:
     tracemalloc.stop()
     assert {problem.code for problem in report.problems} >= {"cache-corrupt"}
     assert peak < 2**22
-
-
-@pytest.mark.parametrize("change", ["left out", "of another form", "negative", "with null"])
-def test_receipts_state_errors_of_every_form_and_of_no_other(tmp_path: Path, change: str) -> None:
-    manifest = job(**FORMS["float16"])
-    path = write_cache(tmp_path, manifest) / "receipts/000000.json"
-    (tmp_path / "SEALED.json").unlink()
-    members = json.loads(path.read_bytes())
-    errors = members["errors"]
-    if change == "left out":
-        del errors["logits"]
-    elif change == "of another form":
-        errors["hidden"] = {"relative_max": 0.0, "relative_mean": 0.0, "rows": 0}
-    elif change == "negative":
-        errors["logits"]["gradient_mean"] = -1.0
-    else:
-        errors["hidden"] = None
-    path.write_bytes(document(members))
-    with refusal("cache-corrupt", "errors"):
-        CacheReader(tmp_path, allow_partial=True)

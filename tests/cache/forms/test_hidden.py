@@ -57,17 +57,6 @@ def test_errors_are_measured_as_the_format_says(codec: str) -> None:
     assert (relative <= bound).all()
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_rows_that_do_not_count_are_rows_of_zeros(codec: str) -> None:
-    form, rows, counted = CODECS[codec], rows_of(), np.arange(9) % 4 > 0
-    broken, wanted = rows.copy(), rows.copy()
-    broken[~counted], wanted[~counted] = np.nan, 0
-    np.testing.assert_array_equal(form.encode(broken, counted, 11), form.encode(wanted, layer=11))
-    for mask, code in ((counted[:-1], "argument-shape"), (counted.astype(int), "argument-dtype")):
-        with refusal(code, "counted must be"):
-            form.encode(broken, mask, 11)
-
-
 def test_numbers_beyond_float16_and_layers_that_are_not_stored() -> None:
     with pytest.raises(ShdError, match=r"below 65520 for float16; got .*: use int8"):
         HIDDEN_FLOAT16.encode(rows_of(scale=1e4), layer=11)

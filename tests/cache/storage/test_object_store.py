@@ -1,7 +1,6 @@
 """Caches in an object store: the same bytes, the same refusals, and no locks to lean on."""
 
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -242,14 +241,6 @@ def test_writer_that_is_always_overtaken_gives_up(store: str, change: Callable[[
     with refusal("write-failed", r"other writers replaced it 5 times: .*--shards i/n"):
         write_shards(writer, [0])
     assert CacheWriter(store, job()).missing_shards() == [0, 1, 2, 3]
-
-
-def test_readers_are_shared_by_threads_and_processes(cache: str) -> None:
-    reader = CacheReader(cache)
-    expected = read_everything(reader)
-    with ThreadPoolExecutor(4) as pool:
-        assert all(found == expected for found in pool.map(read_everything, [reader] * 4))
-    assert read_everything(pickle.loads(pickle.dumps(reader))) == expected
 
 
 def test_unreachable_store_is_no_missing_cache() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.commands import shd
 from support.faults import permissions_count
-from support.makers import FORMS, contents, job, read_everything, write_cache
+from support.makers import FORMS, job, read_everything, write_cache
 from support.refusals import refusal
 
 from shd_ref import ShdError
@@ -91,17 +91,6 @@ def test_nothing_is_followed(folder: Path, tmp_path: Path, name: str, replace: C
         assert name in (".lock", "manifest.json", "shards", "receipts", "shards/01")
     assert {path: path.read_bytes() for path in outside} == outside, "nothing is written outside"
     assert {path for path in [away, *away.rglob("*")] if path.is_file()} == set(outside)
-
-
-def test_a_cache_of_hard_links_never_changes_its_twin(folder: Path, tmp_path: Path) -> None:
-    """As ``cp -al`` makes it."""
-    before = contents(folder)
-    twin = shutil.copytree(folder, tmp_path / "twin", copy_function=os.link)
-    assert verify_cache(twin).ok
-    for shard in range(job().shards.num_shards):
-        (twin / f"receipts/{shard:06d}.json").unlink()
-    write_cache(twin, job())
-    assert contents(folder) == before == contents(twin)
 
 
 IMPOSSIBLE = {"long": "x" * 256, "longer": "/".join(["x" * 200] * 30), "nul": "a\0b", "surrogate": "a\ud800b"}
@@ -224,21 +213,3 @@ def test_every_tool_takes_a_cache_with_hub_files_of_any_content(tmp_path: Path) 
     (folder / "notes.md").write_text("foreign")
     (problem,) = verify_cache(folder).problems
     assert problem.path == "notes.md"
-
-
-@pytest.mark.parametrize("name", ["README.md", ".gitattributes"])
-def test_links_and_folders_in_their_place_are_reported(tmp_path: Path, name: str) -> None:
-    folder = write_cache(tmp_path / "cache", job())
-    (folder / name).symlink_to("/etc/passwd")
-    (problem,) = verify_cache(folder).problems
-    assert (problem.code, problem.path) == ("path-unsafe", name)
-    (folder / name).unlink()
-    (folder / name).mkdir()
-    (problem,) = verify_cache(folder).problems
-    assert (problem.code, problem.path) == ("cache-corrupt", name)
-
-
-def test_a_cache_does_not_begin_with_them(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("a repository")
-    with refusal("cache-exists", r"holds 'README\.md' and no manifest"):
-        CacheWriter(tmp_path, job())
