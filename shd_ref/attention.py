@@ -197,7 +197,6 @@ def as_mask(value: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -
 
 
 def check_temperature(temperature: Any) -> float:
-    """T_a as a float above zero (TEMP-1)."""
     return check_number("temperature", temperature, "TEMP-1", above=0)
 
 
@@ -207,7 +206,6 @@ def dtype_name(array: NDArray[Any]) -> str:
 
 
 def first_of(where: NDArray[np.bool_]) -> tuple[int, ...]:
-    """The index of the first True."""
     return tuple(int(i) for i in np.argwhere(where)[0])
 
 

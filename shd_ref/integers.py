@@ -45,7 +45,6 @@ def check_number(
 
 
 def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str | None = None) -> None:
-    """An option must be one of its list."""
     if value not in options:
         raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
 

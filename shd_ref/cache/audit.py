@@ -36,35 +36,21 @@ from shd_ref.errors import ShdError
 
 @dataclass(frozen=True)
 class CacheListing:
-    """What a cache holds, by its manifest and receipts; its maps are not read.
-
-    Attributes:
-        folder: path or address.
-        manifest: what it was made from.
-        sealed: whether it is marked as complete.
-        written: shards that are committed, ascending.
-        damaged: problems of existing but unusable files; their shards count as missing.
-        samples: with a record; ``skipped`` are those without, because the teacher failed on them.
-        shard_bytes: of all committed shard files.
-        coded_by_form: coded bytes, by form; ``float32_by_form`` is the size of the supervision as float32.
-        rows_by_form: number of ``unit``s of each form, such as positions; a decoder's are counted separately.
-        positions: summed lengths of all records.
-        errors: coding errors, over the measured rows.
-    """
+    """What a cache holds, by its manifest and receipts; its maps are not read."""
 
     folder: Path | str
     manifest: Manifest
-    sealed: bool
-    written: tuple[int, ...]
-    damaged: tuple[str, ...]
-    samples: int
-    skipped: int
-    shard_bytes: int
-    coded_by_form: Counter[str]
-    float32_by_form: Counter[str]
-    rows_by_form: Counter[str]
-    positions: int
-    errors: Errors
+    sealed: bool  # whether it is marked as complete
+    written: tuple[int, ...]  # shards that are committed, ascending
+    damaged: tuple[str, ...]  # problems of existing but unusable files; their shards count as missing
+    samples: int  # with a record
+    skipped: int  # without, because the teacher failed on them
+    shard_bytes: int  # of all committed shard files
+    coded_by_form: Counter[str]  # coded bytes
+    float32_by_form: Counter[str]  # size of the supervision as float32
+    rows_by_form: Counter[str]  # units of each form, such as positions; a decoder's are counted separately
+    positions: int  # summed lengths of all records
+    errors: Errors  # of coding, over the measured rows
 
     @property
     def coded_bytes(self) -> int:
@@ -175,19 +161,12 @@ def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a cache.
+    """Something wrong with a cache."""
 
-    Attributes:
-        code: an error code, such as ``cache-corrupt``.
-        path: the file, relative to the cache folder.
-        record: sample index, where one record is concerned.
-        message: for people.
-    """
-
-    code: str
-    path: str
-    record: int | None
-    message: str
+    code: str  # an error code, such as cache-corrupt
+    path: str  # the file, relative to the cache folder
+    record: int | None  # sample index, where one record is concerned
+    message: str  # for people
 
     def __str__(self) -> str:
         named = self.path in self.message  # as in the messages of errors
@@ -225,59 +204,52 @@ class _Verification:
         self.report = VerifyReport()
 
     def run(self, on_progress: Callable[[int, int], None] | None) -> None:
-        manifest = None
-        with self._noting(MANIFEST_NAME):
-            manifest = Manifest.read(self.storage)
-        if manifest is None:
-            return  # nothing else can be judged without it
-        seal = None
-        with self._noting(SEAL_NAME):
-            seal = Seal.read(self.storage, manifest)
-            self.report.sealed = seal is not None
-            if seal is None:
-                raise ShdError("cache-incomplete", "it does not exist: the cache is partial")
-        committed = committed_shards(self._list_names(RECEIPTS_NAME))
-        missing = manifest.shards.num_shards - len(committed)
-        if missing > 0:
-            first = next(shard for shard, number in enumerate([*committed, -1]) if shard != number)
-            message = f"{missing} of {manifest.shards.num_shards} shards have no receipt, first shard {first}"
-            self._note("cache-incomplete", receipt_name(first), message)
-        receipts = []
-        for done, shard in enumerate(committed, start=1):
-            receipt = self._check_shard(shard, manifest, seal)
-            if receipt is not None:
-                receipts.append(receipt)
-            if on_progress is not None:
-                on_progress(done, len(committed))
-        if len(receipts) == manifest.shards.num_shards:
-            with self._noting(MANIFEST_NAME):
+        with self._noting(MANIFEST_NAME):  # without it nothing else can be judged
+            manifest, seal = Manifest.read(self.storage), None
+            with self._noting(SEAL_NAME):
+                seal = Seal.read(self.storage, manifest)
+                self.report.sealed = seal is not None
+                if seal is None:
+                    raise ShdError("cache-incomplete", "it does not exist: the cache is partial")
+            committed, total = committed_shards(self._list_names(RECEIPTS_NAME)), manifest.shards.num_shards
+            if len(committed) < total:
+                first = next(shard for shard, number in enumerate([*committed, -1]) if shard != number)
+                message = f"{total - len(committed)} of {total} shards have no receipt, first shard {first}"
+                self._note("cache-incomplete", receipt_name(first), message)
+            receipts = []
+            for done, shard in enumerate(committed, start=1):
+                receipts += self._check_shard(shard, manifest, seal)
+                if on_progress is not None:
+                    on_progress(done, len(committed))
+            for file in manifest.files:
+                with self._noting(file.name):
+                    check_file(self.storage, file)
+            self._report_strays(committed, {file.name for file in manifest.files})
+            if len(receipts) == total:
                 check_fingerprint(self.storage.root, manifest, receipts)
-        for file in manifest.files:
-            with self._noting(file.name):
-                check_file(self.storage, file)
-        self._report_strays(committed, {file.name for file in manifest.files})
 
-    def _check_shard(self, shard: int, manifest: Manifest, seal: Seal | None) -> Receipt | None:
-        path, receipt = receipt_name(shard), None
+    def _check_shard(self, shard: int, manifest: Manifest, seal: Seal | None) -> list[Receipt]:
+        """The receipt, where it can be read."""
+        path = receipt_name(shard)
         with self._noting(path):
             receipt = Receipt.read(self.storage, shard, manifest)
-        if receipt is None:
-            return None
-        if seal is not None and seal.receipts[shard] != checksum_of(receipt):
-            self._note("cache-corrupt", path, f"its checksum must be {seal.receipts[shard]}, as the seal states")
-        planned, left_out = manifest.shard_samples(shard), {sample.index for sample in receipt.skipped}
-        indices = [record.index for record in receipt.records]
-        if indices != [i for i in planned if i not in left_out] or not left_out <= set(planned):
-            self._note("cache-corrupt", path, "its records are not the samples of this shard, in order")
-        known = len(self.report.problems)
-        with self._noting(shard_name(shard)):
-            check_size(self.storage, shard_name(shard), receipt.size)
-            self._check_bytes(receipt, manifest)
-        if len(self.report.problems) == known:
-            self.report.shards += 1
-            self.report.records += len(receipt.records)
-            self.report.bytes += receipt.size
-        return receipt
+            if seal is not None and seal.receipts[shard] != checksum_of(receipt):
+                message = f"its checksum must be {seal.receipts[shard]}, as the seal states"
+                self._note("cache-corrupt", path, message)
+            planned, left_out = manifest.shard_samples(shard), {sample.index for sample in receipt.skipped}
+            indices = [record.index for record in receipt.records]
+            if indices != [i for i in planned if i not in left_out] or not left_out <= set(planned):
+                self._note("cache-corrupt", path, "its records are not the samples of this shard, in order")
+            known = len(self.report.problems)
+            with self._noting(shard_name(shard)):
+                check_size(self.storage, shard_name(shard), receipt.size)
+                self._check_bytes(receipt, manifest)
+            if len(self.report.problems) == known:
+                self.report.shards += 1
+                self.report.records += len(receipt.records)
+                self.report.bytes += receipt.size
+            return [receipt]
+        return []
 
     def _check_bytes(self, receipt: Receipt, manifest: Manifest) -> None:
         path = shard_name(receipt.shard)

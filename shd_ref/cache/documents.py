@@ -54,21 +54,13 @@ _XXH3_64: Final = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Teacher:
-    """The model that was squeezed.
+    """The model that was squeezed."""
 
-    Attributes:
-        sha256: of the teacher's file, 64 hex digits.
-        name: for people.
-        provider: the onnxruntime provider, such as ``CPUExecutionProvider``.
-        dtype: of its attention, such as ``float32``.
-        session: what else decides how it rounds, where it is quantised (CACHE-27).
-    """
-
-    sha256: str
-    name: str
-    provider: str
-    dtype: str
-    session: str = optional("")
+    sha256: str  # of its file, 64 hex digits
+    name: str  # for people
+    provider: str  # of onnxruntime, such as CPUExecutionProvider
+    dtype: str  # of its attention, such as float32
+    session: str = optional("")  # what else decides how it rounds, where it is quantised (CACHE-27)
 
     def __post_init__(self) -> None:
         _require(bool(SHA256.fullmatch(self.sha256)), "teacher.sha256 must be 64 hex digits", self.sha256)
@@ -167,9 +159,6 @@ class Manifest(_Members, Held):
         dataset: which samples.
         shards: assignment of samples to shards.
         on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
-
-    Raises:
-        ShdError: ``argument-value`` for a number or name outside its range.
     """
 
     forms: tuple[Form, ...]
@@ -188,12 +177,10 @@ class Manifest(_Members, Held):
 
     @functools.cached_property
     def id(self) -> str:
-        """SHA-256 of the manifest file (CACHE-23)."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @property
     def has_decoder_rows(self) -> bool:
-        """Whether a form has a row for each position of the second sequence."""
         return any("decoder" in form.stated for form in self.forms)
 
     @functools.cached_property
@@ -328,24 +315,13 @@ class Errors(dict[str, RowError]):
 
 @dataclass(frozen=True)
 class Record:
-    """The position of one sample in its shard.
+    """The position of one sample in its shard; ``length`` to ``decoder`` are its ``Extent``."""
 
-    Attributes:
-        index: position in the data set.
-        key: 32 hex digits, ``sample_key`` of its inputs.
-        length: n, counted positions.
-        blobs: the position of each part of the manifest; None for a missing part.
-        seed: of the sample's augmentation, or None.
-        first: positions of padding in front (CACHE-145).
-        shapes: rows and keys of each layer's maps; empty unless the manifest has shapes ``own`` (CACHE-128).
-        decoder: positions of the second sequence; 0 unless a form has a row for each (CACHE-160).
-    """
-
-    index: int
-    key: str
+    index: int  # position in the data set
+    key: str  # sample_key of its inputs
     length: int
-    blobs: tuple[Blob | None, ...]
-    seed: int | None = optional(None)
+    blobs: tuple[Blob | None, ...]  # of each part of the manifest; None for a missing one
+    seed: int | None = optional(None)  # of its augmentation
     first: int = optional(0)
     shapes: tuple[tuple[int, int], ...] = optional(())
     decoder: int = optional(0)
@@ -357,14 +333,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A sample without a record because the teacher failed on it.
-
-    Attributes:
-        index: position in the data set.
-        key: ``sample_key`` of its inputs.
-        reason: for people.
-        seed: of the sample's augmentation, or None.
-    """
+    """A sample without a record because the teacher failed on it, and the reason, for people."""
 
     index: int
     key: str
@@ -374,25 +343,15 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The commit point of one shard (CACHE-50): a shard without its receipt does not exist.
+    """The commit point of one shard (CACHE-50): a shard without its receipt does not exist."""
 
-    Attributes:
-        manifest: id of the cache it belongs to.
-        shard: its number.
-        size: bytes of the shard file.
-        xxh3_128: of the whole shard file.
-        errors: coding errors on the rows of this shard.
-        records: in stored order.
-        skipped: samples of this shard without a record, in the same order.
-    """
-
-    manifest: str
+    manifest: str  # id of the cache that it belongs to
     shard: int
-    size: int
-    xxh3_128: str
-    errors: Errors
-    records: tuple[Record, ...]
-    skipped: tuple[Skipped, ...] = optional(())
+    size: int  # bytes of the shard file
+    xxh3_128: str  # of the whole shard file
+    errors: Errors  # of coding, on the rows of this shard
+    records: tuple[Record, ...]  # in stored order
+    skipped: tuple[Skipped, ...] = optional(())  # samples of this shard without a record, in the same order
 
     @classmethod
     def read(cls, folder: Folder, shard: int, manifest: Manifest) -> Receipt:
@@ -507,17 +466,11 @@ def _sample_problems(sample: Record | Skipped, manifest: Manifest) -> Iterator[s
 
 @dataclass(frozen=True)
 class Seal:
-    """States that every shard is committed (CACHE-55).
+    """States that every shard is committed (CACHE-55)."""
 
-    Attributes:
-        manifest: id of the cache.
-        num_samples: samples in all shards.
-        receipts: the checksum member of every receipt, by shard number.
-    """
-
-    manifest: str
-    num_samples: int
-    receipts: tuple[str, ...]
+    manifest: str  # id of the cache
+    num_samples: int  # in all shards
+    receipts: tuple[str, ...]  # the checksum of each, by shard number
 
     @classmethod
     def read(cls, folder: Folder, manifest: Manifest) -> Seal | None:

@@ -78,11 +78,10 @@ class CacheReader:
         committed = [] if seal is not None else committed_shards(self._storage.names(RECEIPTS_NAME))
         if seal is None and not allow_partial:
             total = self.manifest.shards.num_shards
-            remedy = f"shd seal {self.folder}" if len(committed) == total else "give the same shd precompute again"
             raise ShdError(
                 "cache-incomplete",
                 f"{self._storage.locate(SEAL_NAME)} must exist: {len(committed)} of {total} shards are committed; "
-                f"{remedy}, or read what there is with allow_partial=True",
+                "give the same shd precompute again, or read what there is with allow_partial=True",
                 "CACHE-56",
             )
         shards = committed if seal is None else range(self.manifest.shards.num_shards)
@@ -132,15 +131,11 @@ class CacheReader:
         allocate: Callable[[int], NDArray[np.uint8]] = _allocate,
         **choices: Choice,
     ) -> list[SampleRecord]:
-        """Read several samples, their bytes into one buffer, without copies.
+        """Read several samples, their bytes into one buffer, without copies; arguments as of ``read``.
 
-        Args:
-            keys: as for ``read``, in any order; read in the order in which they lie in their shards, and from an
-                object store many at once.
-            layers: as for ``read``.
-            allocate: from a number of bytes to the memory that takes all blobs: form by form (attention, logits,
-                hidden states), in each layer by layer, in each of these sample by sample.
-            **choices: as for ``read``.
+        They are read in the order in which they lie in their shards, and from an object store many at once.
+        ``allocate`` gives memory for a number of bytes, which takes all blobs: form by form (attention, logits, ...),
+        in each layer by layer, in each of these sample by sample.
         """
         names, choices = dict.fromkeys(form.CHOICE for form in FORMS), {"layers": layers, **choices}
         if unknown := sorted(choices.keys() - names.keys()):

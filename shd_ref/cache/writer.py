@@ -96,16 +96,12 @@ class CacheWriter:
     def write_shard(
         self, shard: int, records: Sequence[SampleRecord], errors: Errors, skipped: Sequence[Skipped] = ()
     ) -> Receipt:
-        """Commit one shard: its file first, then its receipt (CACHE-61).
+        """Commit one shard: its file first, then its receipt, or give an earlier receipt (CACHE-61).
 
         Args:
-            shard: its number.
             records: all samples of ``manifest.shard_samples(shard)``, in any order.
             errors: coding errors, measured on the rows of these records.
             skipped: samples of the shard without a record, where ``manifest.on_error`` is ``"skip"``.
-
-        Returns:
-            The committed receipt: an earlier one if the shard had been committed before.
 
         Raises:
             ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``,
@@ -137,15 +133,7 @@ class CacheWriter:
                 return self._commit(shard_file, receipt_file, receipt)
 
     def write_file(self, file: FormFile, pieces: Iterable[Any]) -> None:
-        """Write a form's shared file, unless it is there already (CACHE-192).
-
-        Args:
-            file: one of ``manifest.files``.
-            pieces: its bytes, of the stated size and checksum (else ``cache-corrupt``).
-
-        Raises:
-            ShdError: ``write-failed``.
-        """
+        """Write one of ``manifest.files`` unless it is there (CACHE-192); ``cache-corrupt`` for other bytes."""
         with contextlib.suppress(ShdError, FileNotFoundError):
             return check_file(self.storage, file)
         checksum = RunningHash()
@@ -161,9 +149,8 @@ class CacheWriter:
     def seal(self) -> Seal:
         """Mark the cache as complete (CACHE-55).
 
-        Raises:
-            ShdError: ``cache-incomplete`` naming how many shards are missing; ``cache-mismatch`` when the keys
-                are not those of the data set in the manifest; ``write-failed``.
+        Raises ``cache-incomplete`` naming how many shards are missing, ``cache-mismatch`` when the keys are not those
+        of the data set in the manifest, and ``write-failed``.
         """
         checksums: list[str] = []
         for file in self.manifest.files:
@@ -204,6 +191,7 @@ class CacheWriter:
     def _ordered(
         self, shard: int, records: Sequence[SampleRecord], skipped: Sequence[Skipped]
     ) -> tuple[list[SampleRecord], list[Skipped]]:
+        """Both in stored order: ``argument-value`` unless they are the shard's samples, once each."""
         indices = self.manifest.shard_samples(shard)
         if skipped and self.manifest.on_error != "skip":
             message = f"skipped must be empty where on_error is {self.manifest.on_error!r}; got {len(skipped)}"
@@ -211,10 +199,8 @@ class CacheWriter:
         samples: list[SampleRecord | Skipped] = [*records, *skipped]
         by_index = {sample.index: sample for sample in samples}
         if len(by_index) != len(samples) or by_index.keys() != set(indices):
-            unknown = sorted(by_index.keys() - set(indices))[:3]
-            absent = sorted(set(indices) - by_index.keys())[:3]
-            rule = f"records of shard {shard} must be its {len(indices)} samples, once each; got {len(records)}"
-            message = f"{rule} (not of this shard: {unknown}; absent: {absent})"
+            rule = f"records of shard {shard} must be its {len(indices)} samples, once each"
+            message = f"{rule}; got {len(records)}, others or absent: {sorted(by_index.keys() ^ set(indices))[:3]}"
             raise ShdError("argument-value", message, "CACHE-26")
         ordered = [by_index[index] for index in indices]
         left_out = [sample for sample in ordered if isinstance(sample, Skipped)]
@@ -243,37 +229,23 @@ class CacheWriter:
 
 @dataclass(frozen=True)
 class MergeSummary:
-    """What ``merge_caches`` did.
+    """What ``merge_caches`` did."""
 
-    Attributes:
-        folder: the merged cache.
-        copied: shards copied by this call.
-        present: shards that were there already.
-        missing: shards that no source holds, ascending.
-        bytes: of the copied shards.
-        sealed: whether the cache is complete, and was sealed.
-    """
-
-    folder: Path | str
-    copied: int
-    present: int
-    missing: tuple[int, ...]
-    bytes: int
-    sealed: bool
+    folder: Path | str  # the merged cache
+    copied: int  # shards copied by this call
+    present: int  # shards that were there already
+    missing: tuple[int, ...]  # shards that no source holds, ascending
+    bytes: int  # of the copied shards
+    sealed: bool  # whether the cache is complete, and was sealed
 
 
 def merge_caches(
     sources: Sequence[Folder], out: Folder, *, on_progress: Callable[[int, int], None] | None = None
 ) -> MergeSummary:
-    """Merge the shards of one job, and seal the result if it is complete.
+    """Merge the shards of one job into ``out``, new or with the same manifest, and seal it if it is complete.
 
     Every copied byte is checked against its receipt. The sources are not changed. If stopped at any moment, the same
-    call resumes.
-
-    Args:
-        sources: caches with the same manifest, complete or not.
-        out: the merged cache, new or with the same manifest.
-        on_progress: called after every shard with the numbers of copied shards and of shards to copy.
+    call resumes. ``on_progress`` is called after every shard with the numbers of copied shards and of shards to copy.
 
     Raises:
         ShdError: ``cache-mismatch`` for sources of another job, or a shard that two of them hold with different

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from cyclopts import App, Group, Parameter
 
-from shd_ref.commands.caches import ls, merge, report, seal, verify
+from shd_ref.commands.caches import ls, merge, report, verify
 from shd_ref.commands.graphs import inspect
 from shd_ref.commands.plan import plan
 from shd_ref.commands.precompute import precompute
@@ -42,7 +42,6 @@ def make_program() -> Program:
     program.add(verify, panel=make)
     program.add(report, panel=make)
     program.add(ls, panel=files)
-    program.add(seal, panel=files)
     program.add(merge, panel=files, after=shards)
     # It reads its own options, as it does where there is no cyclopts.
     judge = App("conformance", group=others, help_flags=(), version_flags=(), end_of_options_delimiter="")

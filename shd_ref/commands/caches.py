@@ -1,4 +1,4 @@
-"""``shd verify``, ``report``, ``ls``, ``seal`` and ``merge``: what is done with a cache."""
+"""``shd verify``, ``report``, ``ls`` and ``merge``: what is done with a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rich.filesize import decimal
 from rich.table import Table
 
-from shd_ref.cache import CacheListing, CacheWriter, Manifest, list_cache, merge_caches
+from shd_ref.cache import CacheListing, list_cache, merge_caches
 from shd_ref.commands.options import PLACE, CacheArgument, CheckProvider, InputOptions, check_both
 from shd_ref.commands.program import Document, Failed
 from shd_ref.commands.terminal import console, fact_table, marked, messages, print_remarks, show_progress
@@ -136,18 +136,6 @@ def ls(cache: CacheArgument, /) -> Document:
     return listing.to_json()
 
 
-def seal(cache: CacheArgument, /) -> Document:
-    """Mark a cache as complete: every shard exists, and the sample keys match the data set.
-
-    shd seal cache/
-
-    The run that writes the last shard seals automatically; use this if it stopped just before.
-    """
-    sealed = CacheWriter(cache, Manifest.read(cache)).seal()
-    console.print(marked("sealed", "green", f": {sealed.num_samples} samples in {len(sealed.receipts)} shards"))
-    return {"cache": cache, "samples": sealed.num_samples, "shards": len(sealed.receipts)}
-
-
 def merge(
     caches: Annotated[list[str], PLACE, Parameter(name="CACHE...")], /, *, out: Annotated[str, PLACE]
 ) -> Document:
@@ -175,7 +163,7 @@ def merge(
 def _listing_table(listing: CacheListing) -> Table:
     table = fact_table(str(listing.folder))
     missing, total = listing.missing, listing.manifest.shards.num_shards
-    remedy = "shd seal marks it as complete"
+    remedy = "the same shd precompute, or shd merge, marks it as complete"
     if missing:
         parts = "If this is one part of a run (--shards), the other parts have them: merge them with shd merge"
         remedy = f"{len(missing)} of {total} shards are missing ({shard_ranges(missing)}). {parts}. "

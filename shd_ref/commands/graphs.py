@@ -25,23 +25,8 @@ _ROUNDS: Final = (
     "A cache names its own, and is resumed by the same."
 )
 
-_FIELDS: Final = (
-    "layer",
-    "name",
-    "op_type",
-    "num_heads",
-    "num_kv_heads",
-    "d_k",
-    "d_v",
-    "d_model",
-    "dtype",
-    "layout",
-    "cross",
-    "row_sums",
-    "supported",
-    "reason",
-    "note",
-)
+_FIELDS: Final = """layer name op_type num_heads num_kv_heads d_k d_v d_model dtype layout cross row_sums supported
+reason note"""
 
 
 def inspect(teacher: TeacherPath, /, *, sites: str | None = None) -> Document:
@@ -85,7 +70,7 @@ def report_sites(
     """What ``shd inspect --json`` prints."""
     from shd_ref.teacher.graph.inputs import SUPPLIED
 
-    entries = [{field: getattr(site, field) for field in _FIELDS} for site in sites]
+    entries = [{field: getattr(site, field) for field in _FIELDS.split()} for site in sites]
     inputs = [
         {
             "name": spec.name,

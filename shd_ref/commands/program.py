@@ -30,7 +30,7 @@ Document: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 """A command's result as JSON can say it: one object, or one for each student."""
 
 COMMANDS: Final = {
-    "shd": ("inspect", "plan", "precompute", "verify", "report", "ls", "seal", "merge", "conformance"),
+    "shd": ("inspect", "plan", "precompute", "verify", "report", "ls", "merge", "conformance"),
     "shd-torch": ("compress", "export", "doctor", "shrink", "vocabulary", "time"),
 }
 """Of both programs, neither of which imports the other's."""

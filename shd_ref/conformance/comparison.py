@@ -48,14 +48,10 @@ def compare(
     dtype: str,
     inputs: Inputs,
 ) -> Difference | None:
-    """The first output that is wrong; those that are missing come last.
+    """The first of ``right``'s outputs that is wrong; those that are missing come last.
 
-    Args:
-        right: the reference's outputs.
-        near: gives its outputs for nudged inputs, asked only where something differs.
-        got: the implementation's.
-        dtype: what it computes in.
-        inputs: the arguments, whose dtypes widen the tolerance.
+    ``near`` gives the reference's outputs for nudged inputs, asked only where something differs; ``dtype`` is what
+    the implementation computes in, and the dtypes of ``inputs`` widen the tolerance.
     """
     for keys, value in _leaves({name: value for name, value in right.items() if name in got}):
         answer = _pick(got, keys)

@@ -278,7 +278,6 @@ class Draw:
         return np.asarray(self.rng.choice([0.0, 1.0, 0.5], size=shape) + away)
 
     def shares(self, *shape: int) -> Array:
-        """Alphas in [0, 1]."""
         alpha, units = self.rng.random(shape), {"ends": 1, "eighths": 8}.get(self.level("alphas"), 8 * self.coarse)
         alpha = np.round(alpha * units) / units if units else alpha
         return self.store(alpha, whole=bool((alpha == np.round(alpha)).all()))
@@ -317,7 +316,6 @@ class Draw:
         return np.dtype(self.pick([kind for kind in kinds if number <= np.iinfo(kind).max][:3])).type(number)
 
     def divisor(self, heads: int) -> int:
-        """Heads with their own keys and values."""
         chosen = self.shape([n for n in range(1, heads + 1) if heads % n == 0])
         return int({"one": 1, "all": heads}.get(self.level("kv"), chosen))
 
@@ -328,7 +326,6 @@ class Draw:
         return least * int(factor)
 
     def scored(self, *shape: int) -> Array:
-        """What an indexer scores with."""
         numbers = self.rng.normal(size=shape) * (8 if self.level("scores") == "wide" else 1)
         if self.whole or self.tied:
             numbers = np.round(numbers).clip(0 if self.kind == "unsigned" else -2, 2)
@@ -344,7 +341,6 @@ class Draw:
         return named.get(level, mask) if level and (level != "first" or not self.item) else None
 
     def positions(self, name: str, size: int) -> Any:
-        """A list of positions kept."""
         number = {"all": size, "one": 1}.get(self.level(name), int(self.rng.integers(1, size + 1)))
         return None if self.level(name) == "none" else self.rng.permutation(size)[:number].tolist()
 

@@ -24,12 +24,7 @@ _FEWEST = {"core": 24, "options": 220}  # sessions of an operation, by part
 
 
 def parts_of(only: str | Iterable[str] | None = None, profile: str = "full") -> dict[str, list[str]]:
-    """What is judged of each operation: ``core``, ``options`` or both.
-
-    Args:
-        only: operations, ids such as ``"softmax/core"``, or globs; all without it.
-        profile: ``"full"`` or ``"core"``.
-    """
+    """What is judged of each operation, ``core``, ``options`` or both; ``only`` and ``profile`` as of ``judge``."""
     patterns = [only] if isinstance(only, str) else ["*"] if only is None else list(only)
     chosen: dict[str, list[str]] = {}
     for operation, part in product(

@@ -37,7 +37,6 @@ class Finding:
 
     @property
     def called(self) -> str:
-        """The call, its arguments abbreviated."""
         return f"{self.call.operation}({abbreviate(self.call.inputs)})"
 
     def describe(self, dtype: str, seed: int, only: str) -> str:
@@ -98,7 +97,6 @@ class Report:
 
     @property
     def failures(self) -> tuple[OperationResult, ...]:
-        """The operations that failed."""
         return tuple(result for result in self.results if result.findings)
 
     @property
@@ -113,7 +111,6 @@ class Report:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """The options that the judged operations lack."""
         return tuple(sorted({option for result in self.judged.values() for option in result.lacks}))
 
     @property

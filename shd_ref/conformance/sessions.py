@@ -102,7 +102,6 @@ class Call:
 
     @property
     def accepted(self) -> frozenset[str]:
-        """The codes of which any is right."""
         return self.codes | {self.answer[1]}
 
     @property

@@ -158,7 +158,6 @@ def nearest_weights(points: Array) -> Array:
 
 
 def _solve(system: Array, target: Array) -> Array:
-    """Non-negative least squares."""
     optimize = import_package("scipy.optimize", _NEEDS_SCIPY, "ERR-5")
     try:
         solution = optimize.nnls(system, target, maxiter=30 * system.shape[1] + 30)[0]

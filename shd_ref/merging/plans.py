@@ -136,5 +136,4 @@ def _balanced(num_teacher_heads: int, num_student_heads: int) -> MergePlan:
 
 
 def check_count(name: str, value: object) -> None:
-    """A number of heads is an integer of at least 1 (PLAN-1)."""
     check_integer(name, value, 1, None, "PLAN-1")

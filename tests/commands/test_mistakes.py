@@ -1,11 +1,9 @@
 """Typical mistakes at the terminal: one message that names the option, and what mends it."""
 
-import io
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from support.commands import invoke  # noqa: E402
 from shd_ref import ShdError  # noqa: E402  (after the skips)
 from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.cli import load_app  # noqa: E402
-from shd_ref.commands import terminal  # noqa: E402
 from shd_ref.commands.program import COMMANDS, Program  # noqa: E402
 
 SHD = load_app()
@@ -93,58 +90,7 @@ def test_a_part_says_where_the_other_shards_are(
     assert "2 of 4 shards are missing (2-3)" in said
     assert "the other parts have them: merge them with shd merge" in said
     assert f"shd ls {part} lists the missing shards" in run(SHD, "verify", part)
-    assert "run the same shd precompute again, or shd merge the parts" in run(SHD, "seal", part)
     assert "missing 2-3: write them, then merge again" in run(SHD, "merge", part, "--out", whole, code=0)
-
-
-def test_no_bar_stays_above_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar that has counted goes with its line, and one that has not is never drawn."""
-    monkeypatch.setenv("TERM", "xterm")
-    screen = io.StringIO()
-    console = terminal.PlainConsole()
-    console.file, console._force_terminal, console._width, console.is_interactive = screen, True, 80, True
-    monkeypatch.setattr(terminal, "messages", console)
-
-    def fail() -> None:
-        with terminal.show_progress("inputs read", "samples") as (on_read, _):
-            on_read(1, 4)
-            time.sleep(0.3)
-            on_read(4, 4)  # the last, while something goes on
-            time.sleep(0.3)
-            raise ShdError("inputs-invalid", "inputs must exist; got none")
-
-    with pytest.raises(ShdError):
-        fail()
-    drawn = screen.getvalue()
-    assert "1/4 inputs read" in drawn
-    assert "0/?" not in drawn
-    assert "0:00:00 left" not in drawn[drawn.index("4/4") :]
-    assert "samples" not in drawn
-    # The last thing is to go up to the bar's line and clear it.
-    assert drawn.endswith("\x1b[1A\x1b[2K")
-
-
-def test_lines_of_progress_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One now and then, and none of a short command, or with --quiet."""
-    now = 0.0
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
-    with terminal.quiet_progress(True), terminal.show_progress("steps") as (tell,):
-        now = 100.0
-        tell(1, 4)
-    with terminal.show_progress("steps") as (tell,):
-        tell(1, 8)  # resumed
-        now += terminal.EVERY - 1
-        tell(2, 8)
-        assert capsys.readouterr().err == ""
-        now += 2
-        tell(3, 8)
-        assert capsys.readouterr().err == "progress: 3/8 steps; 0:00:16 passed, about 0:00:40 left\n"
-        now += 16
-        tell(8, 8)
-        tell(0, 0, says="graph is made")
-        assert capsys.readouterr().err == "progress: 8/8 steps; 0:00:32 passed\n"
 
 
 NO_ROOM = ShdError("write-failed", "no room")
@@ -160,20 +106,6 @@ def test_a_command_that_stops_says_what_the_same_command_does(error: BaseExcepti
         program = Program("mill", "Grind.")
         program.add(work, **options)
         assert run(program, "work", code=code).endswith(said)
-
-
-def test_commands_that_resume() -> None:
-    """Those that say so when they are stopped; the others start over."""
-    pytest.importorskip("torch", reason="shd-torch needs PyTorch")
-    from shd_torch.cli import load_app as load_shd_torch
-
-    resuming = {
-        name
-        for program in (SHD, load_shd_torch())
-        for name, stated in program.after.items()
-        if stated.startswith("the same command resumes: ")
-    }
-    assert resuming == {"precompute", "merge", "compress", "shrink"}
 
 
 EARLY = [
@@ -282,19 +214,6 @@ def test_help_shows_every_option_within_80_columns() -> None:
         page = invoke(SHD, [command, "--help"], columns=80).output
         assert {"--tokenizer", "--logits", "--student-heads"} <= set(page.split())
         assert "--logits-bits" in page
-        assert max(map(len, page.splitlines())) <= 80
-        assert "…" not in page
-
-
-def test_help_of_shd_torch() -> None:
-    pytest.importorskip("torch", reason="shd-torch needs PyTorch")
-    pytest.importorskip("transformers", reason="the commands load Hugging Face models")
-    from shd_torch.cli import load_app as load_shd_torch
-
-    app = load_shd_torch()
-    assert "specification" in run(app, "--version", code=0)
-    for name in app.after:
-        page = invoke(app, [name, "--help"], columns=80).output
         assert max(map(len, page.splitlines())) <= 80
         assert "…" not in page
 

@@ -207,12 +207,10 @@ def test_what_names_say_is_shown_and_not_obeyed(tmp_path: Path, monkeypatch: pyt
         shd("plan", f"absent{HOSTILE}", *run[1:], code=1),
         shd("plan", *run, "--sites", HOSTILE, code=1),
         shd("merge", cache, "--out", f"foreign{HOSTILE}", code=1),
-        shd("seal", f"absent{HOSTILE}", code=1),
         shd("ls", f"absent{HOSTILE}", code=1),
         shd("verify", f"absent{HOSTILE}", code=1),
         shd("report", f"absent{HOSTILE}", code=1),
     ]
-    assert "sealed: 12 samples" in shd("seal", cache)
     assert "same: 8 records" in shd("verify", cache, "--teacher", teacher, "--inputs", inputs)
     assert "take: maps sqrt8-row" in shd("plan", *run)
     next((tmp_path / cache / "shards").rglob("*.safetensors")).write_bytes(b"")
@@ -244,7 +242,7 @@ def test_a_folder_of_caches_is_named_with_its_caches(made: Path, tmp_path: Path)
     for heads in (1, 2):
         assert f"next: shd verify {out}/heads-{heads} --teacher" in output
         assert f"4 -> {heads}" in shd("ls", out / f"heads-{heads}")
-    for words in (("ls", out), ("verify", out), ("report", out), ("seal", out)):
+    for words in (("ls", out), ("verify", out), ("report", out)):
         assert "is not a cache, but holds some: name one of heads-1, heads-2" in shd(*words, code=1)
     assert "is not a cache [CACHE-1]" in shd("ls", tmp_path, code=1)
 
@@ -257,7 +255,7 @@ def test_nothing_is_no_name_of_the_current_folder(
         ("precompute", *run_of(made), "--out", ""),
         ("merge", made / "c", "--out", ""),
         ("merge", made / "c", "", "--out", "d"),
-        *((command, "") for command in ("ls", "seal", "verify", "report")),
+        *((command, "") for command in ("ls", "verify", "report")),
     ):
         assert "must be a folder or an address; got nothing" in shd(*words, code=1)
     assert not any(tmp_path.iterdir())

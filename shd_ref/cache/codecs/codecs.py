@@ -45,7 +45,6 @@ def code_bits(codec: str) -> int:
 
 
 def check_finite(name: str, values: NDArray[Any], spec_id: str, code: str = "not-finite") -> None:
-    """Refuse NaN and infinity."""
     need(bool(np.isfinite(values).all()), code, name, "be finite", "NaN or infinity", spec_id=spec_id)
 
 
@@ -159,12 +158,9 @@ def num_codes(support: str, num_heads: int, length: int, num_keys: int | None = 
 def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray[np.uint8]:
     """The codes of one layer as bytes: head by head, row by row, little endian (CACHE-126).
 
-    Args:
-        codes: ``(H_s, n, n)`` codes, with full support also ``(H_s, n, S)``; zero is probability zero in every codec.
-        support: ``"full"``, or ``"causal"``: nothing may stand above the diagonal (``support-mismatch``).
-        codec: needed for ``u4``, which packs two codes into a byte.
-
-    Raises ``argument-shape``, ``argument-value`` (support, codec) and ``argument-dtype``.
+    ``codes`` are ``(H_s, n, n)``, with full support also ``(H_s, n, S)``; zero is probability zero in every codec.
+    With causal support nothing stands above the diagonal (``support-mismatch``). ``u4`` is to be named as ``codec``:
+    two of its codes share a byte. Raises ``argument-shape``, ``argument-value`` (support, codec), ``argument-dtype``.
     """
     check_option("support", support, SUPPORTS, "CACHE-125")
     if codec is not None:
@@ -267,19 +263,12 @@ class RowError(ABC):
 
 @dataclass(frozen=True)
 class CodecError(RowError):
-    """Error measured over rows that have mass.
+    """Error measured over rows that have mass; of none every number is 0."""
 
-    Attributes:
-        kl_mean: mean KL(exact || decoded), in nats per row.
-        kl_max: the largest such KL, in nats.
-        tv_mean: mean total variation, half the sum of absolute differences, in [0, 1].
-        rows: how many rows were measured; with 0 the other numbers are 0.
-    """
-
-    kl_mean: float
+    kl_mean: float  # of KL(exact || decoded), in nats per row
     kl_max: float
-    tv_mean: float
-    rows: int
+    tv_mean: float  # total variation, half the sum of absolute differences, in [0, 1]
+    rows: int  # that were measured
 
     def describe(self) -> str:
         return f"KL {self.kl_mean:.2g} nats per row, at most {self.kl_max:.2g}; total variation {self.tv_mean:.2%}"
@@ -287,24 +276,19 @@ class CodecError(RowError):
 
 @dataclass(frozen=True)
 class LogitsError(RowError):
-    """Error of rows of logits that count (CACHE-170).
+    """Error of rows of logits that count (CACHE-170); of none every number is 0.
 
-    Attributes:
-        kl_mean: mean KL(exact || stored) in nats, over the classes that a record tells apart: all of them, or those
-            of the head and the rest as one. So it is what rounding costs.
-        kl_max: the largest such KL.
-        tv_mean: mean total variation over the same classes, in [0, 1].
-        gradient_mean: mean of ``|p' - p| / |p|``, with p the teacher's whole row and p' what the record says of it:
-            what is left out costs too. That is the error of the gradient of forward KL by the logits, relative to
-            the teacher's part of it, for a student that spreads its own tail evenly.
-        rows: how many rows were measured; with 0 the other numbers are 0.
+    KL(exact || stored) in nats and total variation are over the classes that a record tells apart: all of them, or
+    those of the head and the rest as one. So they are what rounding costs. ``gradient_mean``, of ``|p' - p| / |p|``
+    with p the teacher's whole row and p' what the record says of it, counts what is left out too: it is the error of
+    the gradient of forward KL by the logits for a student that spreads its own tail evenly.
     """
 
     kl_mean: float
     kl_max: float
     tv_mean: float
     gradient_mean: float
-    rows: int
+    rows: int  # that were measured
 
     def describe(self) -> str:
         return f"KL {self.kl_mean:.2g} nats per row from rounding; gradient {self.gradient_mean:.2%} of a row's"
@@ -312,17 +296,11 @@ class LogitsError(RowError):
 
 @dataclass(frozen=True)
 class HiddenError(RowError):
-    """Error of rows of hidden states that count, over all layers (CACHE-178).
+    """Error of rows of vectors that count, over all layers (CACHE-178); of none every number is 0."""
 
-    Attributes:
-        relative_mean: mean of ``|x' - x| / |x|``, with x' as decoded; 0 for a row of zeros.
-        relative_max: the largest such number.
-        rows: how many rows were measured; with 0 the other numbers are 0.
-    """
-
-    relative_mean: float
+    relative_mean: float  # of |x' - x| / |x|, with x' as decoded; 0 for a row of zeros
     relative_max: float
-    rows: int
+    rows: int  # that were measured
 
     def describe(self) -> str:
         return f"{self.relative_mean:.2%} of a row's norm, at most {self.relative_max:.2%}"

@@ -38,19 +38,12 @@ MAX_SCALE: Final = 2.0**128
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """A layer's parameters for computing maps from queries and keys; one per layer of a manifest (CACHE-141).
+    """A layer's parameters for computing maps from queries and keys; one per layer of a manifest (CACHE-141)."""
 
-    Attributes:
-        num_key_heads: H_kv, a divisor of H_t: query head t reads key head ``t // (H_t / H_kv)``.
-        width: d, components of a query and of a key.
-        scale: of their products, above 0 and below 2^128.
-        window: a row attends to keys fewer than this many positions away; None for all (CACHE-144).
-    """
-
-    num_key_heads: int
-    width: int
-    scale: float
-    window: int | None = optional(None)
+    num_key_heads: int  # H_kv, a divisor of H_t: query head t reads key head t // (H_t / H_kv)
+    width: int  # d, components of a query and of a key
+    scale: float  # of their products, above 0 and below 2^128
+    window: int | None = optional(None)  # a row attends to keys fewer than so many positions away (CACHE-144)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", float(self.scale))  # a document tells 1 from 1.0
@@ -58,19 +51,12 @@ class LayerFactors:
 
 @dataclass(frozen=True, eq=False)
 class CodedFactors:
-    """Queries and keys of one sample and layer as codes.
+    """Queries and keys of one sample and layer as codes."""
 
-    Attributes:
-        queries: ``(H_t, n, d)`` float16 or int8.
-        keys: ``(H_kv, n, d)``, centred.
-        query_steps: float32 ``(H_t, n)``, the value of code 1; None for float16.
-        key_steps: float32 ``(H_kv, n)``, the same for keys.
-    """
-
-    queries: NDArray[Any]
-    keys: NDArray[Any]
-    query_steps: Array32 | None = None
-    key_steps: Array32 | None = None
+    queries: NDArray[Any]  # (H_t, n, d) float16 or int8
+    keys: NDArray[Any]  # (H_kv, n, d), centred
+    query_steps: Array32 | None = None  # (H_t, n), the value of code 1; None for float16
+    key_steps: Array32 | None = None  # (H_kv, n)
 
 
 def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> CodedFactors:

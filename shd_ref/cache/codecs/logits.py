@@ -207,7 +207,6 @@ class RowCode:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return sum(self._parts())
 
     def _parts(self) -> tuple[int, int, int]:

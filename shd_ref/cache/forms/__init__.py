@@ -23,7 +23,6 @@ FORMS: list[type[Form]] = [Maps, Factors, Logits, Hidden, Embeddings, Exact]
 
 
 def subjects() -> tuple[str, ...]:
-    """Names of the forms' members in a manifest, in stored order."""
     return tuple(dict.fromkeys(form.SUBJECT for form in FORMS))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,7 +40,6 @@ from shd_ref.cache.codecs.factored import (
     unpack_factors,
 )
 from shd_ref.cache.forms.form import F32, U8, Extent, Form, Part, SampleRecord, misfit, require, require_ranges
-from shd_ref.cache.forms.groups import TokenGroups
 from shd_ref.cache.storage.documents import MAX_INTEGER, optional
 from shd_ref.cache.storage.storage import MAX_LAYERS
 from shd_ref.errors import ShdError
@@ -49,6 +49,9 @@ KINDS: Final = ("encoder", "decoder", "cross")
 """Attention of one model that is told apart, in the order in which student layers are numbered (CACHE-105)."""
 SHAPES: Final = ("length", "own")
 PADDING: Final = ("behind", "around")
+
+_GRID: Final = r"[1-9][0-9]{0,4}(?:x[1-9][0-9]{0,4}){0,3}"
+_GROUPS: Final = re.compile(rf"patches:({_GRID}):({_GRID})(?::([1-9][0-9]{{0,4}}))?|(ids|weights):([ -~]{{1,200}})")
 
 Plan: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -81,17 +84,11 @@ class KindLayers:
 
 @dataclass(frozen=True)
 class Matching:
-    """How the plans were chosen on the data set itself (CACHE-103).
+    """How the plans were chosen on the data set itself (CACHE-103)."""
 
-    Attributes:
-        by: ``"residual"`` or ``"similarity"``; the cache only compares it.
-        samples: number of samples for choosing the pairs.
-        seed: for choosing these samples.
-    """
-
-    by: str
-    samples: int
-    seed: int
+    by: str  # "residual" or "similarity"; the cache only compares it
+    samples: int  # for choosing the pairs
+    seed: int  # for choosing these samples
 
     def __post_init__(self) -> None:
         require_ranges(self, of="matching.", samples=(1, MAX_INTEGER), seed=(0, MAX_INTEGER))
@@ -115,9 +112,6 @@ class Attention(Form):
             layers, in which case the student may have others (CACHE-104).
         kinds: if there are several kinds of attention: the kinds, and the student's number of calls of each. Student
             layers are numbered kind after kind (CACHE-105).
-
-    Raises:
-        ShdError: ``argument-value`` for a number or name outside its range.
     """
 
     SUBJECT: ClassVar[str] = "attention"
@@ -253,6 +247,51 @@ def blob_name(layer: int) -> str:
 
 def _count_pairs(plan: Plan) -> int:
     return sum(len(one_round) for one_round in plan)
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """Groups of tokens, by their name in options and manifests.
+
+    Attributes:
+        teacher_grid, student_grid: of patches, row-major; empty where each sample has its own groups.
+        extra: tokens in front of the patches that both sides have.
+        kind: of the column with a sample's groups: ``"ids"``, the group of each teacher token ``(L,)``, below 0 for
+            none, or ``"weights"`` of each teacher token in each student token ``(L, l)``; empty for patches.
+        column: its name, an input of the sample's key.
+    """
+
+    teacher_grid: tuple[int, ...] = ()
+    student_grid: tuple[int, ...] = ()
+    extra: int = 0
+    kind: str = ""
+    column: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> TokenGroups:
+        """``argument-value`` for anything but ``patches:14x14:7x7``, ``patches:14x14:7x7:1`` and ``ids:COLUMN``."""
+        match = _GROUPS.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            rule = (
+                "groups must be patches:14x14:7x7 (the teacher's grid, the student's), the same with :1 for a class"
+            )
+            message = f"{rule} token in front, ids:COLUMN or weights:COLUMN; got {text!r}"
+            raise ShdError("argument-value", message, "CACHE-131")
+        large, small, extra, kind, column = match.groups()
+        if kind:
+            return cls(kind=kind, column=column)
+        teacher, student = (tuple(map(int, grid.split("x"))) for grid in (large, small))
+        rule = "grids of groups must have as many axes, and at most 65,536 patches"
+        fits = len(teacher) == len(student) and max(math.prod(teacher), math.prod(student)) <= 65_536
+        require(fits, rule, text, "CACHE-131")
+        return cls(teacher, student, int(extra or 0))
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """Tokens of the teacher and of the student; None where they are a sample's own."""
+        if self.column:
+            return None
+        return math.prod(self.teacher_grid) + self.extra, math.prod(self.student_grid) + self.extra
 
 
 @dataclass(frozen=True, kw_only=True)

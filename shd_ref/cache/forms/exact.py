@@ -40,38 +40,23 @@ NORMS: Final = ("rms", "layer")
 
 @dataclass(frozen=True)
 class FinalNorm:
-    """The norm between the states that are stored and the head's matrix.
+    """The norm between the states that are stored and the head's matrix."""
 
-    Attributes:
-        kind: ``"rms"`` or ``"layer"``.
-        epsilon: added to the mean square.
-        bias: whether it has one.
-    """
-
-    kind: str
-    epsilon: float
+    kind: str  # one of NORMS
+    epsilon: float  # added to the mean square
     bias: bool
 
 
 @dataclass(frozen=True, eq=False)
 class TeacherHead:
-    """A head: ``cap(scale * W norm(h) + bias)``.
+    """A head: ``cap(scale * W norm(h) + bias)``."""
 
-    Attributes:
-        weight: W ``(V, D)``.
-        bias: ``(V,)`` or None, added after the scale.
-        scale: factor of the product.
-        soft_cap: c of ``c tanh(u / c)``, or None.
-        norm: the final norm, where states come before it.
-        norm_weight, norm_bias: of that norm, ``(D,)``.
-    """
-
-    weight: NDArray[Any]
-    bias: NDArray[Any] | None = None
+    weight: NDArray[Any]  # W (V, D)
+    bias: NDArray[Any] | None = None  # (V,)
     scale: float = 1.0
-    soft_cap: float | None = None
-    norm: FinalNorm | None = None
-    norm_weight: NDArray[Any] | None = None
+    soft_cap: float | None = None  # c of c tanh(u / c)
+    norm: FinalNorm | None = None  # where states come before it
+    norm_weight: NDArray[Any] | None = None  # (D,)
     norm_bias: NDArray[Any] | None = None
 
     def cut(self, size: int) -> TeacherHead:
@@ -122,9 +107,6 @@ class Head:
         padded_vocab_size: how many the teacher's head has, where the last ones only pad the vocabulary; else None.
         dtype: of the matrix, one of ``HEAD_DTYPES``.
         bias, scale, soft_cap, norm: as of ``TeacherHead``.
-
-    Raises:
-        ShdError: ``argument-value`` for a number or name outside its range.
     """
 
     xxh3_128: str
@@ -161,9 +143,6 @@ class Exact(Vectors):
         tensor: name of the graph's tensor.
         width: D.
         head: that reads them.
-
-    Raises:
-        ShdError: ``argument-value`` for a number or name outside its range.
     """
 
     SUBJECT: ClassVar[str] = "exact"

@@ -25,23 +25,14 @@ U8 = "U8"
 
 
 class Part(NamedTuple):
-    """One tensor of a record.
+    """One tensor of a record."""
 
-    Attributes:
-        name: what follows the sample's number in its name (CACHE-3).
-        dtype: ``F32`` or ``U8``.
-        subject: ``SUBJECT`` of its form.
-        layer: the layer that it belongs to, or None: the student's for attention, the teacher's for hidden states.
-        optional: whether a record may lack it.
-        called: in messages, where it is not the name.
-    """
-
-    name: str
-    dtype: str
-    subject: str
-    layer: int | None = None
-    optional: bool = False
-    called: str = ""
+    name: str  # what follows the sample's number in its name (CACHE-3)
+    dtype: str  # F32 or U8
+    subject: str  # SUBJECT of its form
+    layer: int | None = None  # the student's for attention, the teacher's for hidden states
+    optional: bool = False  # whether a record may lack it
+    called: str = ""  # in messages, where it is not the name
 
     @property
     def title(self) -> str:
@@ -58,19 +49,12 @@ class FormFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Extent:
-    """The quantities that determine the sizes of a record's tensors.
+    """What determines the sizes of a record's tensors."""
 
-    Attributes:
-        length: n.
-        first: positions of padding in front (CACHE-145).
-        shapes: rows and keys of each layer's maps, where they are not n and n (CACHE-128).
-        decoder: m, positions of the second sequence, where a form has a row for each; else 0 (CACHE-160).
-    """
-
-    length: int
-    first: int = 0
-    shapes: tuple[tuple[int, int], ...] = ()
-    decoder: int = 0
+    length: int  # n, counted positions
+    first: int = 0  # positions of padding in front, where all forms leave them out (CACHE-145)
+    shapes: tuple[tuple[int, int], ...] = ()  # rows and keys of each layer's maps, where not n and n (CACHE-128)
+    decoder: int = 0  # m, positions of the second sequence, where a form has a row for each (CACHE-160)
 
     @property
     def num_rows(self) -> int:
@@ -91,12 +75,9 @@ class SampleRecord:
     Attributes:
         index: position in the data set.
         key: ``sample_key`` of its inputs.
-        length: n, counted positions, at least 1.
         parts: by ``Part.name``.
         seed: of the sample's augmentation, where the manifest names a column of seeds.
-        first: positions of padding in front, where all forms leave them out.
-        shapes: rows and keys of each layer's maps, where the manifest has shapes ``own`` (CACHE-128).
-        decoder: m, counted positions of the second sequence, where a form has a row for each; else 0.
+        length, first, shapes, decoder: its extent.
     """
 
     index: int
@@ -116,7 +97,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Form(ABC):
-    """One form of supervision, as the manifest describes it.
+    """One form of supervision, as the manifest describes it; ``argument-value`` for what no form can have.
 
     Attributes:
         SUBJECT: what it is supervision of: the manifest's member, and the error in receipts.

@@ -303,21 +303,13 @@ class Rows(Form):
 
 @dataclass(frozen=True)
 class AveragedTeacher:
-    """A teacher whose logits are averaged with those of the manifest's ``teacher`` (CACHE-163).
+    """A teacher whose logits are averaged with those of the manifest's ``teacher`` (CACHE-163)."""
 
-    Attributes:
-        sha256: of its file, as the teacher's.
-        name: for people.
-        dtype: as the teacher's.
-        tensor: name of its graph's tensor.
-        padded_vocab_size: number of its classes, if the last ones only pad the vocabulary; else None.
-    """
-
-    sha256: str
-    name: str
-    dtype: str
-    tensor: str
-    padded_vocab_size: int | None = optional(None)
+    sha256: str  # of its file, as the teacher's
+    name: str  # for people
+    dtype: str  # as the teacher's
+    tensor: str  # name of its graph's tensor
+    padded_vocab_size: int | None = optional(None)  # its classes, where the last ones only pad the vocabulary
 
     def __post_init__(self) -> None:
         _of_logits(bool(SHA256.fullmatch(self.sha256)), "with_teachers.sha256 must be 64 hex digits", self.sha256)
@@ -337,9 +329,6 @@ class Logits(Rows):
         head: classes with a probability each.
         value_bits: of a head's probability, 4 to 16; 0 for ``float16``.
         with_teachers: further teachers, in their order; rows are those of the mean of all logits.
-
-    Raises:
-        ShdError: ``argument-value`` for a number or name outside its range.
     """
 
     SUBJECT: ClassVar[str] = "logits"
@@ -492,9 +481,6 @@ class Hidden(Rows):
         codec: ``"float32"``, ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
         rows: ``"positions"``, or ``"decoder"`` for the decoder of an encoder-decoder.
         layers: ascending.
-
-    Raises:
-        ShdError: ``argument-value`` for a number or name outside its range.
     """
 
     SUBJECT: ClassVar[str] = "hidden"
@@ -558,9 +544,6 @@ class Embeddings(Vectors):
         normalize: whether it was divided by its norm.
         tensor: name of the graph's tensor that was pooled.
         width: D.
-
-    Raises:
-        ShdError: ``argument-value`` for a number or name outside its range.
     """
 
     SUBJECT: ClassVar[str] = "embeddings"

@@ -17,19 +17,10 @@ _KEY_FORM: Final = re.compile(r"[0-9a-f]{32}")
 
 
 def sample_key(inputs: Mapping[str, NDArray[Any]]) -> str:
-    """The key of one sample: XXH3-128 over its named inputs (CACHE-30, CACHE-31).
+    """The key of one sample, 32 hex digits: XXH3-128 over its inputs by name, without a batch axis (CACHE-30, 31).
 
-    Integers of every width count as int64, floats as float32 and booleans as uint8, so the key does not
-    depend on the framework that made the arrays.
-
-    Args:
-        inputs: the arrays of one sample, without a batch axis, by the teacher's input names.
-
-    Returns:
-        32 hex digits.
-
-    Raises:
-        ShdError: ``inputs-invalid`` for no inputs, another dtype, or an integer beyond int64.
+    Integers of every width count as int64, floats as float32 and booleans as uint8, so the key does not depend on the
+    framework that made the arrays. ``inputs-invalid`` for no inputs, another dtype, or an integer beyond int64.
     """
     if not inputs:
         raise ShdError("inputs-invalid", "inputs must hold at least one array; got none", "CACHE-30")
@@ -45,20 +36,11 @@ def sample_key(inputs: Mapping[str, NDArray[Any]]) -> str:
 
 
 def trim_sample(inputs: Mapping[str, NDArray[Any]], mask_name: str) -> tuple[dict[str, NDArray[Any]], int]:
-    """Cut trailing padding, so that it changes neither key nor map (CACHE-32).
+    """Cut trailing padding, so that it changes neither key nor map; inputs (views) and the length n left (CACHE-32).
 
-    Every input whose first axis is as long as the mask is cut after the mask's last nonzero entry; padding
-    before or between tokens stays.
-
-    Args:
-        inputs: the arrays of one sample, without a batch axis.
-        mask_name: which of them is the attention mask ``(L,)``; nonzero = a real token.
-
-    Returns:
-        The cut inputs (views), and the length n that is left.
-
-    Raises:
-        ShdError: ``inputs-invalid`` for a mask that is absent, not one-dimensional, or leaves no token.
+    Of one sample without a batch axis every input whose first axis is as long as the mask ``(L,)`` is cut after the
+    mask's last nonzero entry; padding before or between tokens stays. Raises ``inputs-invalid`` for a mask that is
+    absent, not one-dimensional, or leaves no token.
     """
     if mask_name not in inputs:
         raise ShdError("inputs-invalid", f"inputs must hold the mask {mask_name!r}; got {sorted(inputs)}", "CACHE-32")
@@ -82,17 +64,8 @@ def trim_inputs(
 ) -> tuple[dict[str, NDArray[Any]], int | None, int | None]:
     """Cut trailing padding of a sample with one or two sequences, each by its own mask (CACHE-32, CACHE-33).
 
-    Args:
-        inputs: the arrays of one sample, without a batch axis.
-        mask: name of the attention mask, if there is one.
-        decoder: which inputs belong to the second sequence.
-        decoder_mask: name of their mask, if there is one.
-
-    Returns:
-        The cut inputs, and the lengths that the two masks leave; None without a mask.
-
-    Raises:
-        ShdError: as ``trim_sample``.
+    ``decoder`` names the inputs of the second sequence, ``decoder_mask`` their mask, if there is one. Gives the cut
+    inputs, and the lengths that the two masks leave; None without a mask. Raises as ``trim_sample``.
     """
     second = {name: array for name, array in inputs.items() if name in decoder}
     first = {name: array for name, array in inputs.items() if name not in decoder}
@@ -105,11 +78,7 @@ def trim_inputs(
 
 
 def dataset_fingerprint(keys: Iterable[str]) -> str:
-    """XXH3-128 over the keys of a data set in the order of its samples (CACHE-37).
-
-    Raises:
-        ShdError: ``argument-value`` for something that is not a sample key.
-    """
+    """XXH3-128 over the keys of a data set in the order of its samples (CACHE-37); ``argument-value``."""
     running = RunningHash()
     running.update(b"shd-dataset-1\n")
     for key in keys:

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.cache.forms.attention import KindLayers
-from shd_ref.cache.forms.groups import TokenGroups
+from shd_ref.cache.forms.attention import KindLayers, TokenGroups
 from shd_ref.errors import ShdError, graph_unsupported, need
 from shd_ref.merging.plans import PLAN_KINDS, merge_plan, plan_groups
 from shd_ref.teacher.graph.factors import SiteFactors, choose_stored
