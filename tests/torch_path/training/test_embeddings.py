@@ -331,6 +331,5 @@ def test_the_page_trains_as_it_stands(
         exec(compile(snippet, "sentence-encoders.md", "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
     assert said.count("eval_spearman") >= 2
-    assert "spearman_cosine" in said
     loaded = sentence_transformers.SentenceTransformer("trained-too", device="cpu")
     assert loaded.encode(TEXTS).shape == (len(TEXTS), 32)
