@@ -27,6 +27,7 @@ from benchmarks.study.analysis import half_interval, p_value
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError, fit_linear
 from benchmarks.study.origin import fingerprint, hash_code, name_processor
+from benchmarks.study.pictures import draw_dozen
 from benchmarks.study.runs import Record
 from benchmarks.study.tasks import load_task
 from benchmarks.study.training import train
@@ -232,6 +233,7 @@ def compare(runs: Runs, name: str, seeds: Sequence[int]) -> dict[str, Any]:
     ratio = paces[0] / paces[1]
     longer = [1.0, _lengthen(ratio)] if ratio > 1 else [_lengthen(1 / ratio), 1.0]
     found: dict[str, Any] = {"pace": ratio, "settings": [asdict(setting) for setting in settings]}
+    found |= {"question": comparison["question"], "measure": measure, "task": comparison["task"]}
     for kind, more in zip(KINDS, ([1.0, 1.0], longer), strict=True):
         steps = [round(task["steps"] * times) for times in more]
         # One side after the other, as what the teacher says is kept for one method at a time.
@@ -362,7 +364,9 @@ def summarise(runs: Runs) -> dict[str, Any]:
         **{f"{name}s": sorted({line[name] for line in lines}) for name in ("processor", "torch", "product")},
         "minutes": sum(line["seconds"] for line in lines) / 60,
         "runs": sum("steps" in line["options"] for line in lines),
-        "not run": [name for name in runs.protocol.comparisons if name not in found["compare"]],
+        "not run": [
+            one["question"] for name, one in runs.protocol.comparisons.items() if name not in found["compare"]
+        ],
         **found,
     }
 
@@ -375,6 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--protocol", type=Path, default=HERE / "dozen.toml")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of dozen.jsonl and dozen.json")
     parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
+    parser.add_argument("--picture", type=Path, help="draw the gains there, such as docs/study/dozen.svg")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
@@ -391,7 +396,10 @@ def main(arguments: list[str] | None = None) -> None:
             write()
     except OutOfTimeError:
         print("the time is over; the same command goes on")
-    for name, one in write()["compare"].items():
+    result = write()
+    if options.picture:
+        draw_dozen(result["compare"], options.picture)
+    for name, one in result["compare"].items():
         for kind in KINDS:
             row = one[kind]
             print(f"{name}, {kind}: {row['mean']:+.4f} ± {row['half']:.4f}, Holm's P {row['holm']:.3g}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,42 @@ def draw_starts(record: Record, path: Path) -> None:
         line[0].set_ylabel(f"gain by SHD over KD,\n{TITLES[task]}", fontsize=8)
     for axis in axes[-1]:
         axis.set_xlabel("training step", fontsize=8)
+    _save(figure, path)
+
+
+UNITS = {"loss": ("nats a token", 1), "spearman": ("rank correlation with people", 1), "accuracy": ("points", 100)}
+
+
+def draw_dozen(compared: Mapping[str, Any], path: Path) -> None:
+    """Gains of the dozen with their intervals, at equal steps and at equal time, a panel for each unit."""
+    groups = {
+        measure: [one for one in compared.values() if one["measure"] == measure]
+        for measure in UNITS
+        if any(one["measure"] == measure for one in compared.values())
+    }
+    sizes = [len(own) + 1 for own in groups.values()]
+    shape = {"height_ratios": sizes, "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(len(groups), 1, figsize=(7.6, 0.42 * sum(sizes) + 0.5), **shape)
+    for axis, (measure, own) in zip(axes[:, 0], groups.items(), strict=True):
+        unit, scale = UNITS[measure]
+        for kind, shift, fill in (("equal steps", -0.13, "full"), ("equal time", 0.13, "none")):
+            means, halves = ([scale * one[kind][name] for one in own] for name in ("mean", "half"))
+            places = [place + shift for place in range(len(own))]
+            style: dict[str, Any] = {
+                "fmt": "o",
+                "markersize": 5,
+                "capsize": 2,
+                "fillstyle": fill,
+                "color": "tab:blue",
+            }
+            axis.errorbar(means, places, xerr=halves, label=f"at {kind}", **style)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(own)), [one["question"] for one in own], fontsize=8)
+        axis.set_ylim(len(own) - 0.5, -0.5)
+        axis.set_xlabel(f"gain, {unit} (95% interval of six seeds)", fontsize=8)
+        axis.tick_params(axis="x", labelsize=8)
+        axis.grid(axis="x", linewidth=0.4, alpha=0.5)
+    axes[0, 0].legend(fontsize=8, frameon=False)
     _save(figure, path)
 
 
