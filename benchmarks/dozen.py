@@ -246,9 +246,7 @@ def compare(runs: Runs, name: str, seeds: Sequence[int]) -> dict[str, Any]:
             is_same = a["data"] == b["data"] and (steps[0] != steps[1] or a["start"] == b["start"])
             if not is_same and runs.mode != "count":
                 raise RuntimeError(f"{name}: two runs of a seed must start from the same weights and samples")
-        gains = [
-            protocol.signed(comparison["task"], a["test"] - b["test"]) for a, b in zip(first, second, strict=True)
-        ]
+        gains = [protocol.signed(comparison["task"], a["test"] - b["test"]) for a, b in pairs]
         before = [run["curve"]["0"][f"test_{measure}"] for run in second if "0" in run["curve"]]
         figures = {"arm": [run["test"] for run in first], "baseline": [run["test"] for run in second]}
         found[kind] = {"steps": steps, **figures, "start": before, "gains": gains}

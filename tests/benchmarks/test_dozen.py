@@ -38,11 +38,13 @@ term = { kd_weight = [1.0], rate = [1.0, 2.0] }
 weights = [0.1, 0.3]
 [[comparisons]]
 name = "toy"
+question = "?"
 task = "toy"
 arm = "shd"
 baseline = "kd"
 [[comparisons]]
 name = "absent"
+question = "?"
 task = "toy"
 arm = "kd"
 baseline = "shd"
