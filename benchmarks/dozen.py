@@ -231,7 +231,7 @@ def compare(runs: Runs, name: str, seeds: Sequence[int]) -> dict[str, Any]:
     settings = [runs.tune(side) for side in sides]
     paces = [runs.pace(side, setting) for side, setting in zip(sides, settings, strict=True)]
     ratio = paces[0] / paces[1]
-    longer = [1.0, _lengthen(ratio)] if ratio > 1 else [_lengthen(1 / ratio), 1.0]
+    longer = [1.0, 1.0] if abs(math.log(ratio)) <= math.log(1.02) else [max(1.0, 1 / ratio), max(1.0, ratio)]
     found: dict[str, Any] = {"pace": ratio, "settings": [asdict(setting) for setting in settings]}
     found |= {"question": comparison["question"], "measure": measure, "task": comparison["task"]}
     for kind, more in zip(KINDS, ([1.0, 1.0], longer), strict=True):
@@ -259,11 +259,6 @@ def compare(runs: Runs, name: str, seeds: Sequence[int]) -> dict[str, Any]:
         gains = found[kind]["gains"]
         found[kind] |= {"mean": statistics.fmean(gains), "half": half_interval(gains), "p": p_value(gains)}
     return found
-
-
-def _lengthen(ratio: float) -> float:
-    """How many times the steps the side with the cheaper step trains."""
-    return 1.0 if ratio <= 1.02 else math.ceil(round(10 * ratio, 6)) / 10
 
 
 def grow(runs: Runs, name: str) -> dict[str, list[float]]:
