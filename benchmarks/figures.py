@@ -111,25 +111,12 @@ def seeds(runs: dict[str, Any], name: str, mark: str) -> Any:
     return np.array([runs[name.format(seed)][mark] for seed in range(3)])
 
 
-def compared(arms: dict[str, Any]) -> str:
-    """Cells of ``compress`` and the other students: mean quality, and by how much ``compress`` is better."""
-    quality = {arm: np.array(row["quality"]) for arm, row in arms.items()}
-    rivals = [arm for arm in arms if arm.startswith("sentence-transformers")]
-    best = max(rivals, key=lambda arm: quality[arm].mean(), default="")
-    cells = [n(quality["compress"].mean(), 3)]
-    for arm in ("layers", "kept, aligned", "kept", best):
-        gains = quality["compress"] - quality[arm] if arm in arms else []
-        better = n(gains[0], 3, sign=True) if len(gains) == 1 else len(gains) and pm(gains, 3, sign=True)
-        cells.append(f"{n(quality[arm].mean(), 3)} ({better})" if better else "")
-    return " | ".join(cells).replace("  ", " ").strip()
-
-
 def rendered() -> Iterator[tuple[str, str, list[str]]]:
     """Page, table or ``""``, and the table's rows or one phrase; figures stand between two control characters."""
     settings = {"undefined": jinja2.StrictUndefined, "extensions": ["jinja2.ext.do"], "line_statement_prefix": "%"}
     environment = jinja2.Environment(**settings, finalize=lambda value: f"\x01{value}\x02")
     functions = (n, pm, load, pick, row, gain, share, beta, trials, losses, steps, rival, seeds)
-    functions += (compared, zip, min, max, sorted, sum)
+    functions += (zip, min, max, sorted, sum)
     environment.globals |= {function.__name__: function for function in functions} | {"np": np, "mean": np.mean}
     environment.filters |= {"each": np.vectorize(n, otypes="O"), "share": share, "beta": beta}
     page, table, rows = "", "", list[str]()
