@@ -357,9 +357,8 @@ def summarise(runs: Runs) -> dict[str, Any]:
         **{f"{name}s": sorted({line[name] for line in lines}) for name in ("processor", "torch", "product")},
         "minutes": sum(line["seconds"] for line in lines) / 60,
         "runs": sum("steps" in line["options"] for line in lines),
-        "not run": [
-            one["question"] for name, one in runs.protocol.comparisons.items() if name not in found["compare"]
-        ],
+        "not run": [name for name in runs.protocol.comparisons if name not in found["compare"]],
+        "questions": {name: one["question"] for name, one in runs.protocol.comparisons.items()},
         **found,
     }
 
