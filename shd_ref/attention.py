@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_number
-from shd_ref.integers import check_option as check_option
+from shd_ref.integers import check_number, check_option
 from shd_ref.tolerances import row_sum_tolerance
 
 Array: TypeAlias = NDArray[np.float64]
@@ -173,9 +172,9 @@ def as_float(
     return array
 
 
-def in_dtype_of(given: ArrayLike, maps: Array) -> Array:
-    """Maps made from ``given``, in its dtype, which decides their ROW_SUM (MAP-14); integers give float64."""
-    dtype = np.asarray(given).dtype
+def in_dtype_of(source: ArrayLike, maps: Array) -> Array:
+    """Maps made from ``source``, in its dtype, which decides their ROW_SUM (MAP-14); integers give float64."""
+    dtype = np.asarray(source).dtype
     return maps if dtype.kind in "iu" else maps.astype(dtype, copy=False)
 
 

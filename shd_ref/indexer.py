@@ -12,9 +12,9 @@ from typing import Any, Required, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.attention import Array, Mask, as_float, as_mask, check_option
+from shd_ref.attention import Array, Mask, as_float, as_mask
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_integer, check_number
+from shd_ref.integers import check_integer, check_number, check_option
 from shd_ref.loss import Layers, as_layers, log_softmax, safe_log
 
 RESTRICTIONS: tuple[str, ...] = ("renormalised", "mask_first", "unnormalised", "student_all")
@@ -103,17 +103,8 @@ def indexer_target(
 
     Source: arXiv 2512.02556, Eq. 3.
     """
-    teacher = read_teacher(
-        teacher_queries,
-        teacher_keys,
-        teacher_scale=teacher_scale,
-        groups=groups,
-        block_size=block_size,
-        attn_mask=attn_mask,
-        segments=segments,
-        outside=outside,
-    )
-    return mean_target(teacher)
+    numbers = teacher_scale, groups, block_size
+    return mean_target(read_teacher(teacher_queries, teacher_keys, *numbers, attn_mask, segments, outside))
 
 
 def indexer_loss(
@@ -155,20 +146,8 @@ def indexer_loss(
 
     Source: arXiv 2512.02556, Eq. 1, 3, 4.
     """
-    rows = indexer_rows(
-        queries,
-        keys,
-        teacher_queries,
-        teacher_keys,
-        scale=scale,
-        weights=weights,
-        relu=relu,
-        top_k=top_k,
-        restriction=restriction,
-        reduction=reduction,
-        loss_mask=loss_mask,
-        **keywords,
-    )
+    options = weights, relu, top_k, restriction, reduction, loss_mask
+    rows = indexer_rows(queries, keys, teacher_queries, teacher_keys, scale, *options, **keywords)
     return float((rows.weight[..., None] * rows.p * (safe_log(rows.p) - rows.log_q)).sum())
 
 
@@ -199,7 +178,7 @@ def indexer_loss_gradient(
 
     Source: silent.
     """
-    rows = indexer_rows(queries, keys, teacher_queries, teacher_keys, scale=scale, **keywords)
+    rows = indexer_rows(queries, keys, teacher_queries, teacher_keys, scale, **keywords)
     q = np.where(rows.support, np.exp(rows.log_q), 0.0)
     slope = rows.weight[..., None] * (rows.p.sum(axis=-1, keepdims=True) * q - rows.p)  # of the scores
     heads, num_key_heads = rows.queries.shape[1], rows.keys.shape[1]
@@ -239,9 +218,8 @@ def indexer_rows(
     keys: ArrayLike,
     teacher_queries: Layers,
     teacher_keys: Layers,
-    *,
-    weights: ArrayLike | None = None,
     scale: float,
+    weights: ArrayLike | None = None,
     relu: bool = True,
     top_k: int | None = None,
     restriction: str = "renormalised",
@@ -304,7 +282,6 @@ def indexer_rows(
 def read_teacher(
     teacher_queries: Layers,
     teacher_keys: Layers,
-    *,
     teacher_scale: float,
     groups: int = 1,
     block_size: int = 1,

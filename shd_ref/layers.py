@@ -38,12 +38,12 @@ def layer_map(
             raise ShdError("layers-invalid", f"{name} must be an integer of at least 1; got {value!r}", "LAYER-2")
     num_teacher_layers, num_student_layers = counts
     if pairs is not None:
-        given = _read_pairs(pairs)
-        for student, teacher in given:
+        layer_pairs = _read_pairs(pairs)
+        for student, teacher in layer_pairs:
             if not (0 <= student < num_student_layers and 0 <= teacher < num_teacher_layers):
                 rule = f"pairs must lie in 0..{num_student_layers - 1} and 0..{num_teacher_layers - 1}"
                 raise ShdError("layers-invalid", f"{rule}; got ({student}, {teacher})", "LAYER-4")
-        return given
+        return layer_pairs
     if num_student_layers > num_teacher_layers:
         rule = f"num_student_layers must be at most num_teacher_layers={num_teacher_layers}"
         raise ShdError("layers-invalid", f"{rule}; got {num_student_layers}: give explicit pairs", "LAYER-2")
@@ -57,13 +57,13 @@ def layer_map(
 def _read_pairs(pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Pairs of integers by their student layers, which are distinct."""
     try:
-        given = sorted((as_index(student), as_index(teacher)) for student, teacher in pairs)
+        layer_pairs = sorted((as_index(student), as_index(teacher)) for student, teacher in pairs)
     except (TypeError, ValueError):
         message = f"pairs must hold (student_layer, teacher_layer), integers; got {pairs!r}"
         raise ShdError("layers-invalid", message, "LAYER-4") from None
-    if not given:
+    if not layer_pairs:
         raise ShdError("layers-invalid", "pairs must name at least one layer; got none", "LAYER-4")
-    for (student, _), (following, _) in pairwise(given):
+    for (student, _), (following, _) in pairwise(layer_pairs):
         if student == following:
             raise ShdError("layers-invalid", f"pairs must name student layer {student} once; got it twice", "LAYER-4")
-    return tuple(given)
+    return tuple(layer_pairs)

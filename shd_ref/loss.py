@@ -12,9 +12,9 @@ from typing import TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.attention import Array, Mask, check_option, check_temperature
+from shd_ref.attention import Array, Mask, check_temperature
 from shd_ref.errors import ShdError
-from shd_ref.integers import check_number
+from shd_ref.integers import check_number, check_option
 from shd_ref.support import check_layer, check_support, intersect
 
 REDUCTIONS: tuple[str, ...] = ("sum", "mean")
@@ -98,18 +98,8 @@ def shd_loss(
     Source: Eq. 11. Deviations: D-13..17.
     """
     maps, logits = as_layers(supervision=supervision, student_logits=student_logits)
-    layers = layer_rows(
-        maps,
-        logits,
-        beta=beta,
-        loss_mask=loss_mask,
-        attn_mask=attn_mask,
-        temperature=temperature,
-        reduction=reduction,
-        divergence=divergence,
-        support=support,
-        row_sums=row_sums,
-    )
+    options = temperature, reduction, divergence, support, row_sums
+    layers = layer_rows(maps, logits, beta, loss_mask, attn_mask, *options)
     return float(sum((rows.weight * rows.mass * row_divergence(rows, divergence)).sum() for rows in layers))
 
 
@@ -132,7 +122,6 @@ def row_divergence(rows: LayerRows, divergence: str) -> Array:
 def layer_rows(
     supervision: list[ArrayLike],
     student_logits: list[ArrayLike],
-    *,
     beta: float = 1.0,
     loss_mask: ArrayLike | None = None,
     attn_mask: ArrayLike | None = None,

@@ -103,11 +103,11 @@ def pool_maps(probs: Array, rows: Array, columns: Array, mask: Mask | None) -> A
     if mask is not None:
         counted &= mask[:, None]
     weights = _normalised(rows * counted[:, :, None], axis=-1)  # (B, H, l, L)
-    kept = np.where(counted[..., None], probs, 0.0)
+    counted_probs = np.where(counted[..., None], probs, 0.0)
     grouped = columns.any(axis=-2, keepdims=True)  # (B or 1, 1, 1, S)
-    dropped: Array = (weights @ np.where(grouped, 0.0, kept).sum(axis=-1)[..., None])[..., 0]
-    mass = (weights @ kept.sum(axis=-1)[..., None])[..., 0]
-    pooled = weights @ kept @ _normalised(columns, axis=-2).swapaxes(-1, -2)
+    dropped: Array = (weights @ np.where(grouped, 0.0, counted_probs).sum(axis=-1)[..., None])[..., 0]
+    mass = (weights @ counted_probs.sum(axis=-1)[..., None])[..., 0]
+    pooled = weights @ counted_probs @ _normalised(columns, axis=-2).swapaxes(-1, -2)
     return AlignedMaps(rescale_rows(pooled, mass, dropped), dropped)
 
 
@@ -246,10 +246,10 @@ def _check_positions(name: str, positions: Sequence[int] | None, size: int) -> l
         return list(range(size))
     values = list(positions)
     try:
-        kept = [as_index(i) for i in values]
+        places = [as_index(i) for i in values]
     except TypeError:
-        kept = []
-    if not kept or not all(0 <= i < size for i in kept) or len(set(kept)) < len(kept):
+        places = []
+    if not places or not all(0 <= i < size for i in places) or len(set(places)) < len(places):
         message = f"{name} must name at least one position, each once, of 0..{size - 1}; got {values!r}"
         raise ShdError("argument-value", message, "TOKEN-4")
-    return kept
+    return places

@@ -11,11 +11,16 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 @cache
+def read_spec(name: str) -> str:
+    """A file of ``specs``: the wheel's copy, else that of the source tree beside the package."""
+    shipped = _PACKAGE / "specs" / name
+    return (shipped if shipped.is_file() else _PACKAGE.parent / "specs" / name).read_text(encoding="utf-8")
+
+
+@cache
 def load_tolerances() -> dict[str, Any]:
-    """The parsed file: from the wheel's copy, else from the source tree beside the package."""
-    shipped = _PACKAGE / "specs" / "tolerances.json"
-    path = shipped if shipped.is_file() else _PACKAGE.parent / "specs" / "tolerances.json"
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    """The parsed file."""
+    loaded: dict[str, Any] = json.loads(read_spec("tolerances.json"))
     return loaded
 
 

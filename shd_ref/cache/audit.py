@@ -43,14 +43,14 @@ class CacheListing:
     sealed: bool  # whether it is marked as complete
     written: tuple[int, ...]  # shards that are committed, ascending
     damaged: tuple[str, ...]  # problems of existing but unusable files; their shards count as missing
-    samples: int  # with a record
-    skipped: int  # without, because the teacher failed on them
-    shard_bytes: int  # of all committed shard files
+    errors: Errors  # of coding, over the measured rows
     coded_by_form: Counter[str]  # coded bytes
     float32_by_form: Counter[str]  # size of the supervision as float32
     rows_by_form: Counter[str]  # units of each form, such as positions; a decoder's are counted separately
+    samples: int  # with a record
+    skipped: int  # without, because the teacher failed on them
+    shard_bytes: int  # of all committed shard files
     positions: int  # summed lengths of all records
-    errors: Errors  # of coding, over the measured rows
 
     @property
     def coded_bytes(self) -> int:
@@ -120,32 +120,21 @@ def list_cache(folder: Folder) -> CacheListing:
 
     written: list[int] = []
     errors: list[Errors] = []
-    counts = dict.fromkeys(("samples", "skipped", "shard_bytes", "positions"), 0)
-    by_form = (Counter[str](), Counter[str](), Counter[str]())
+    counts = Counter(samples=0, skipped=0, shard_bytes=0, positions=0)
+    by_form = Counter[str](), Counter[str](), Counter[str]()
     for shard, receipt in zip(committed, storage.map(read, committed), strict=True):
         if isinstance(receipt, ShdError):
             damaged.append(f"{receipt_name(shard)}: {receipt}")
             continue
         written.append(shard)
         errors.append(receipt.errors)
-        counts["samples"] += len(receipt.records)
-        counts["skipped"] += len(receipt.skipped)
-        counts["shard_bytes"] += receipt.size
-        counts["positions"] += sum(record.length for record in receipt.records)
+        counts.update(samples=len(receipt.records), skipped=len(receipt.skipped), shard_bytes=receipt.size)
+        counts.update(positions=sum(record.length for record in receipt.records))
         for total, more in zip(by_form, receipt.sizes(manifest), strict=True):
             total.update(more)
-    return CacheListing(
-        folder=storage.root,
-        manifest=manifest,
-        sealed=sealed,
-        written=tuple(written),
-        damaged=tuple(damaged),
-        coded_by_form=by_form[0],
-        float32_by_form=by_form[1],
-        rows_by_form=by_form[2],
-        errors=Errors.merged(errors),
-        **counts,
-    )
+    documents = tuple(written), tuple(damaged), Errors.merged(errors)
+    sums = counts["samples"], counts["skipped"], counts["shard_bytes"], counts["positions"]
+    return CacheListing(storage.root, manifest, sealed, *documents, *by_form, *sums)
 
 
 def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:

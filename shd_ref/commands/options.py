@@ -137,6 +137,6 @@ def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
             is_given = field.default is MISSING or value != field.default
             if is_given and field.name not in without and (UNASKED not in notes or field.name == HEADS):
                 named = next((str(note.name[0]) for note in notes if isinstance(note, Parameter) and note.name), None)  # type: ignore[index]
-                for one in value if named else (value,):  # a name of its own says one of several
-                    words += [named or option_of(field.name), write_value(field.name, one)]
+                for item in value if named else (value,):  # an option with a name is repeated for each
+                    words += [named or option_of(field.name), write_value(field.name, item)]
     return words

@@ -27,7 +27,7 @@ STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs
 """Options that a student's folder says."""
 
 
-_DEFAULTS, _RUN, _WANTED = PlannedOptions(), MeasuredRun(), PlanOptions()
+_DEFAULTS, _RUN, _PLAN_OPTIONS = PlannedOptions(), MeasuredRun(), PlanOptions()
 
 
 def plan(
@@ -37,7 +37,7 @@ def plan(
     inputs: InputOptions,
     options: PlannedOptions = _DEFAULTS,
     run: MeasuredRun = _RUN,
-    wanted: PlanOptions = _WANTED,
+    plan_options: PlanOptions = _PLAN_OPTIONS,
     student_heads: StudentHeads = None,
     no_attention: NoAttention = False,
 ) -> Document:
@@ -48,11 +48,11 @@ def plan(
     Ends with the command that creates the cache, or the advice to use a live teacher, if reading a cache would be
     slower. Plans are compared by running the teacher with merged instead of full maps in all layers at once.
     """
-    heads_given, asked = heads_of(student_heads, options, no_attention=no_attention)
-    asked = inputs.pool(asked)
+    heads_given, pooled = heads_of(student_heads, options, no_attention=no_attention)
+    pooled = inputs.pool(pooled)
     # The command to paste has the options of a form, which are none of this command.
-    students = [(PrecomputeOptions(**vars(asked) | {"num_student_heads": heads}), None) for heads in heads_given]
-    return measure(teacher, inputs, inputs.open(), students, run, wanted)
+    students = [(PrecomputeOptions(**vars(pooled) | {"num_student_heads": heads}), None) for heads in heads_given]
+    return measure(teacher, inputs, inputs.open(), students, run, plan_options)
 
 
 def measure(
@@ -61,7 +61,7 @@ def measure(
     source: Source,
     students: Iterable[tuple[PrecomputeOptions, str | None]],
     run: RunOptions,
-    wanted: PlanOptions | None = None,
+    plan_options: PlanOptions | None = None,
     student: Path | None = None,
 ) -> Document:
     """Forecast the cache of each student (options, and its place if asked for), print it, and return ``--json``."""
@@ -76,7 +76,7 @@ def measure(
                 source,
                 options,
                 run,
-                wanted,
+                plan_options,
                 on_progress=lambda done, total: on_progress(done, total, says="batches of merge plans"),
             )
         print_remarks(*forecast.remarks)
@@ -171,7 +171,7 @@ def _print_fidelity(results: Sequence[Fidelity]) -> None:
     from shd_ref.teacher.study.fidelity import MOST_LOST, recommend
 
     # Few digits before and after the point, the same power of ten in all rows.
-    largest = max(one.cost for one in results)
+    largest = max(row.cost for row in results)
     power = 0 if largest < 1e-9 or largest >= 0.1 else 3 * math.floor(math.log10(largest) / 3)
 
     def say(value: float, margin: float | None) -> str:
@@ -182,21 +182,21 @@ def _print_fidelity(results: Sequence[Fidelity]) -> None:
         table.add_column(name)
     for name in (f"1 - cosine{f' (1e{power})' * bool(power)}", "above the lowest", "attention\nerror"):
         table.add_column(name, justify="right")
-    taken, asked = recommend(results), results[0]
-    for one in results:
-        above = "lowest" if not one.excess else "indistinguishable" if one.is_tied else None
-        above = above or say(one.excess, one.excess_margin)
-        error = f"{one.attention_error:.3f}"
-        table.add_row(one.plan, one.strategy, say(one.cost, one.margin), above, error, style="bold" * (one is taken))
+    taken, first = recommend(results), results[0]
+    for row in results:
+        above = "lowest" if not row.excess else "indistinguishable" if row.is_tied else None
+        above = above or say(row.excess, row.excess_margin)
+        error = f"{row.attention_error:.3f}"
+        table.add_row(row.plan, row.strategy, say(row.cost, row.margin), above, error, style="bold" * (row is taken))
     console.print()
     console.print(table)
     _say("of the teacher's output with its heads merged in all these layers; ±: 95% over samples")
-    if taken is not asked:
+    if taken is not first:
         way = f"--plan {taken.plan} --strategy {taken.strategy}"
-        _say(f"{way} keeps more of the teacher than {asked.plan} {asked.strategy}; training: docs/choose.md")
+        _say(f"{way} keeps more of the teacher than {first.plan} {first.strategy}; training: docs/choose.md")
     if taken.attention_error > MOST_LOST:
         error = f"{taken.attention_error:.0%}"
         _say(f"attention is off by {error}; no student was shown to gain above 52%: take more heads")
-    if all(one.plan != MATCHED for one in results):
+    if all(row.plan != MATCHED for row in results):
         _say("no matched plan was measured: it needs networkx (pip install '.[oracles]' in a checkout) and samples")
         _say("that are not too long together (--calibration-samples)")

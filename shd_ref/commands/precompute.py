@@ -73,13 +73,13 @@ def precompute(
     from shd_ref.teacher.precompute.engine import run_here, students_of
 
     source = inputs.open()
-    asked = [replace(options, num_student_heads=heads) for heads in heads_given]
+    variants = [replace(options, num_student_heads=heads) for heads in heads_given]
     if dry_run:
         from shd_ref.commands.plan import measure
 
-        places = [out] if len(asked) == 1 else [out and f"{out}-{heads}" for heads in heads_given]
-        return measure(teacher, inputs, source, list(zip(asked, places, strict=True)), run, student=student)
-    students = students_of(str(out), asked[0], heads_given) if len(asked) > 1 else [(str(out), asked[0])]
+        places = [out] if len(variants) == 1 else [out and f"{out}-{heads}" for heads in heads_given]
+        return measure(teacher, inputs, source, list(zip(variants, places, strict=True)), run, student=student)
+    students = students_of(str(out), variants[0], heads_given) if len(variants) > 1 else [(str(out), variants[0])]
     runs: Engine = run_here
     if engine == "ray":
         from shd_ref.teacher.precompute.ray_engine import RayEngine
@@ -93,7 +93,7 @@ def precompute(
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
     following = []  # none while shards are missing
     if not any(summary.missing_shards for summary in summaries):
-        others = [word for path in asked[0].with_teachers for word in ("--with-teacher", str(path))]
+        others = [word for path in variants[0].with_teachers for word in ("--with-teacher", str(path))]
         words = ["--teacher", str(teacher), *others, *option_words(inputs)]
         following = [shlex.join(["shd", "verify", str(cache), *words]) for cache, _ in students]
     for summary in summaries:
@@ -112,10 +112,10 @@ def _read_student(
 
     heads, layers = (None, None) if (folder / "shrink.json").exists() else read_counts(folder)
     names = ("num_student_layers", "layer_pairs", "sites", "plan")[: 1 if heads and layers else None]
-    given = {name: value for name, value in options.attention_given.items() if name in names}
+    surplus = {name: value for name, value in options.attention_given.items() if name in names}
     if student_heads is not None:
-        given = {"num_student_heads": student_heads} | given
-    for name, value in given.items():
+        surplus = {"num_student_heads": student_heads} | surplus
+    for name, value in surplus.items():
         need(False, "argument-value", option_of(name), "not be given with --student, which sets it", repr(value))
     if heads and layers:
         return replace(options, num_student_layers=layers), (heads,)

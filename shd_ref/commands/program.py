@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any, Final, TypeAlias, get_args
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
-from cyclopts.exceptions import CoercionError, MissingArgumentError, UnusedCliTokensError, ValidationError
+from cyclopts.exceptions import CoercionError, ValidationError
 
 import shd_ref
 from shd_ref.commands.terminal import PlainConsole, console, marked, messages, quiet_progress
@@ -137,8 +137,8 @@ class Program:
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         signature = inspect.signature(function, eval_str=True)
         last = inspect.Parameter("common", inspect.Parameter.KEYWORD_ONLY, default=_Common(), annotation=_Common)
-        own = [*signature.parameters.values(), last]
-        command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        parameters = [*signature.parameters.values(), last]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {}  # those of the signature count
         self.app.command(command, name=name, group=panel, sort_key=len(self.after), default_parameter=_PLAIN)
 
@@ -164,7 +164,8 @@ class Program:
         except CycloptsError as error:
             if isinstance(error.__cause__, ShdError):  # of a function that reads a value
                 return self._report(error.__cause__, name, after)
-            messages.say(marked("error", "bold red", f": {_refusal(error)}"))
+            error.verbose = False
+            messages.say(marked("error", "bold red", f": {error}"))
             command = f"{self.name} {name}" if name in self.after else self.name
             messages.say(f"{command} --help says more")
             return 1 if isinstance(error, CoercionError | ValidationError) else 2
@@ -221,40 +222,13 @@ def _check_needs(app: App, words: tuple[str, ...], arguments: ArgumentCollection
         for note in needs if argument.tokens else ():
             field, _, choices = note.partition("=")
             needed = by_field[field]
-            given = {part for token in needed.tokens for part in (token.value or "given").split(",")}
-            if choices and not given:
-                given = set(str(_show_default(needed.field_info.default)).split(","))
-            ok = bool(given & {*choices.split("|")}) if choices else bool(given - {"none", "0"})
+            values = {part for token in needed.tokens for part in (token.value or "yes").split(",")}
+            if choices and not values:
+                values = set(str(_show_default(needed.field_info.default)).split(","))
+            ok = bool(values & {*choices.split("|")}) if choices else bool(values - {"none", "0"})
             option = f"{needed.name} {choices.replace('|', ' or ')}".rstrip()
             got = f"{argument.tokens[0].value} without it"
             need(ok, "argument-value", argument.name, f"go with {option}", got)
-
-
-def _refusal(error: CycloptsError) -> str:
-    """What is wrong with a command line, as other errors say it."""
-    error.verbose = False
-    argument = error.argument
-    if isinstance(error, UnusedCliTokensError):
-        return f"nothing takes {shlex.join(error.unused_tokens or [])}"
-    if argument is None:
-        return str(error)
-    token = argument.tokens[-1] if argument.tokens else None
-    name = token.keyword if token is not None and token.keyword else argument.name
-    if isinstance(error, MissingArgumentError):
-        guess = re.search(r" Did you mean .*", str(error))  # of an option that is spelt otherwise
-        rule = "must have a value; got none" if error.keyword else "must be given"
-        return f"{error.keyword or name} {rule}" + (f".{guess[0]}" if guess else "")
-    if isinstance(error, ValidationError) and token is not None:
-        rule = error.exception_message.rstrip(".")
-        return f"{name} {rule[:1].lower()}{rule[1:]}; got {token.value or 'nothing'}"
-    if isinstance(error, CoercionError) and error.msg is not None:
-        return str(error.msg)
-    if isinstance(error, CoercionError) and error.token is not None:
-        choices = argument.get_choices(force=True)
-        plain = "true or false" if argument.hint is bool else "a number"
-        rule = f"one of {', '.join(choices)}" if choices else plain
-        return f"{name} must be {rule}; got {error.token.value}"
-    return str(error)
 
 
 def _print_json(result: Document | None, is_wanted: bool) -> None:

@@ -150,17 +150,17 @@ def _bar(bars: Any, unit: str) -> Callable[..., None]:
 
 
 def _line(unit: str) -> Callable[..., None]:
-    began = stage = said = time.monotonic()
+    began = stage = last_line = time.monotonic()
     first = 0  # done when the stage began: a run may be resumed
 
     def tell(done: int, total: int, *_: Any, says: str = unit) -> None:
-        nonlocal stage, said, first
+        nonlocal stage, last_line, first
         now = time.monotonic()
         if not done or not first:
             stage, first = now, done
-        if now - said < EVERY:
+        if now - last_line < EVERY:
             return
-        said = now
+        last_line = now
         count = f"{done}/{total} " if total else ""
         left = (now - stage) / (done - first) * (total - done) if done > first else 0.0
         ending = f", about {_clock(max(left, 1.0))} left" if left else ""

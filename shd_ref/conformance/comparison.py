@@ -235,13 +235,10 @@ def compare_matched(inputs: Inputs, got: Any, dtype: str) -> Difference | None:
         return Difference("plan", f"plan must have {len(rounds)} rounds", f"{len(rounds)} rounds", abbreviate(plan))
     for number, (pairs, count) in enumerate(zip(plan, map(len, rounds), strict=True)):
         heads = len(pools[0])
-        fits = _kinds(pairs) == [[int, int]] * count
-        if not fits or len({place for pair in pairs for place in pair if 0 <= place < heads}) != 2 * count:
-            problem = f"round {number} must be {count} pairs of positions of {heads} heads, each at most once"
-            return Difference("plan", problem, f"{count} pairs", abbreviate(pairs))
-        if pairs != sorted(map(sorted, pairs)):
-            problem = f"round {number} must list its pairs in order (PLAN-10)"
-            return Difference("plan", problem, "sorted pairs", abbreviate(pairs))
+        flat = [place for pair in pairs for place in pair] if _kinds(pairs) == [[int, int]] * count else []
+        if len({*flat} & {*range(heads)}) != 2 * count or pairs != sorted(map(sorted, pairs)):
+            rule = f"{count} pairs of positions of {heads} heads, each at most once, in order (PLAN-10)"
+            return Difference("plan", f"round {number} must be {rule}", f"{count} pairs", abbreviate(pairs))
         scores = np.zeros((heads, heads))
         for p, q in zip(*np.triu_indices(heads, 1), strict=True):
             scores[p, q] = sum(

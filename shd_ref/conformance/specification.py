@@ -6,44 +6,34 @@ import importlib
 import json
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from shd_ref.tolerances import load_tolerances
+from shd_ref.tolerances import load_tolerances, read_spec
 
 DTYPES: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16")
 CORE = ("softmax", "value_outputs", "merge_plan", "solve_alpha", "mix_heads", "squeeze_heads", "shd_loss")
 """The operations of the profile ``core``, with masks and no other option."""
 VECTORS_VERSION = "1"
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-
-
-@cache
-def _read(name: str) -> str:
-    """A file of the wheel's copy of ``specs``, else of the source tree beside the package."""
-    shipped = _PACKAGE / "specs" / name
-    return (shipped if shipped.is_file() else _PACKAGE.parent / "specs" / name).read_text(encoding="utf-8")
-
 
 @cache
 def error_codes() -> frozenset[str]:
     """The codes with which bad input is refused: those of the table of ERR-2."""
-    table = _read("shd.md").partition("- **ERR-2**")[2].partition("- **ERR-3**")[0]
+    table = read_spec("shd.md").partition("- **ERR-2**")[2].partition("- **ERR-3**")[0]
     return frozenset(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE))
 
 
 @cache
 def load_mistakes() -> dict[str, dict[str, Any]]:
     """Well-known mistakes: what ``gives`` the same, and words that complete "this equals what you get if ..."."""
-    loaded: dict[str, dict[str, Any]] = json.loads(_read("mistakes.json"))
+    loaded: dict[str, dict[str, Any]] = json.loads(read_spec("mistakes.json"))
     return loaded
 
 
 @cache
 def spec_edition() -> str:
     """The edition that ``specs/shd.md`` states on its first lines."""
-    match = re.search(r"^Edition ([0-9]+(?:\.[0-9]+)*)", _read("shd.md"), re.MULTILINE)
+    match = re.search(r"^Edition ([0-9]+(?:\.[0-9]+)*)", read_spec("shd.md"), re.MULTILINE)
     return match[1] if match else "unknown"
 
 

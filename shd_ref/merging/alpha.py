@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shd_ref.attention import Array, Mask, as_float, as_mask, check_probs
-from shd_ref.attention import check_option as check_option  # the tools import it from here
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_option
 from shd_ref.tolerances import degenerate_threshold
 
 ALPHA_RULES: tuple[str, ...] = ("least_squares", "as_printed")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.attention import Array, Mask, check_option
+from shd_ref.attention import Array, Mask
 from shd_ref.errors import ShdError, import_package
+from shd_ref.integers import check_option
 from shd_ref.merging.alpha import merge_error, solve_pair
 from shd_ref.merging.mixing import Head, check_teacher, make_pool, merge_round
 from shd_ref.merging.plans import MergePlan, Pair, check_counts

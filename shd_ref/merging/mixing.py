@@ -17,7 +17,6 @@ from shd_ref.attention import (
     Mask,
     as_float,
     as_mask,
-    check_option,
     check_probs,
     check_temperature,
     dtype_name,
@@ -25,6 +24,7 @@ from shd_ref.attention import (
     soften_rows,
 )
 from shd_ref.errors import ShdError
+from shd_ref.integers import check_option
 from shd_ref.merging.alpha import ALPHA_RULES, AlphaSolution, check_alphas, solve_pair
 from shd_ref.merging.plans import MergePlan, Pair, check_count, check_plan, merge_plan, plan_groups
 from shd_ref.tolerances import row_sum_tolerance

@@ -9,8 +9,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shd_ref.attention import Array, Mask, check_option
+from shd_ref.attention import Array, Mask
 from shd_ref.errors import import_package
+from shd_ref.integers import check_option
 from shd_ref.merging.mixing import STRATEGIES, check_teacher, mix_maps, squeeze_heads
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_ref.tolerances import degenerate_threshold

@@ -94,7 +94,8 @@ def read_content(reader: CacheReader, *, max_records: int = 512) -> tuple[LayerC
         plan = merge_plan(layer.num_teacher_heads, form.num_student_heads, form.layer_plans[number])
         labels = merge_labels(plan, layer.num_teacher_heads)
         merges = tuple(
-            MergeAlphas(label, one[np.isfinite(one)]) for label, one in zip(labels, alphas[number], strict=False)
+            MergeAlphas(label, values[np.isfinite(values)])
+            for label, values in zip(labels, alphas[number], strict=False)
         )
         groups = plan_groups(plan, layer.num_teacher_heads)
         layers.append(LayerContent(layer.student_layer, layer.teacher_layer, layer.site, groups, merges))
@@ -166,11 +167,11 @@ def render_page(reader: CacheReader, layers: Sequence[LayerContent], evidence: E
     if layers:
         maps = _maps(reader, layers, evidence)
         sections = {"alphas": _alphas(layers, manifest), "maps": maps, "groups": _groups(layers)}
-    held = " and ".join(form.SUBJECT for form in manifest.forms)
+    subjects = " and ".join(form.SUBJECT for form in manifest.forms)
     return environment.from_string(source).render(
         sections,
         title=f"Supervision cache of {manifest.teacher.name}",
-        lead=f"{held.capitalize()}: {listing.samples:,} samples, each found by a hash of its inputs.",
+        lead=f"{subjects.capitalize()}: {listing.samples:,} samples, each found by a hash of its inputs.",
         warning=None if listing.sealed else f"This cache is not complete: {shards} shards are committed.",
         facts=list(listing_facts(listing)),
         footer=f"Made by squeezing-heads {shd_ref.__version__}. This file asks for nothing from anywhere.",

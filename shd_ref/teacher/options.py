@@ -22,7 +22,7 @@ from shd_ref.cache.codecs.factored import DEFAULT_FACTORED_CODEC
 from shd_ref.cache.documents import ON_ERROR
 from shd_ref.cache.forms.attention import KINDS, TokenGroups
 from shd_ref.errors import argument_value, need
-from shd_ref.merging.alpha import check_option
+from shd_ref.integers import check_option
 from shd_ref.merging.matching import MATCHED_BY
 from shd_ref.merging.mixing import STRATEGIES
 from shd_ref.merging.plans import PLAN_KINDS, MergePlan

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from shd_ref.cache.forms.rows import POOLINGS
 from shd_ref.cache.storage.documents import parse_json
 from shd_ref.errors import ShdError, argument_value
-from shd_ref.merging.alpha import check_option
+from shd_ref.integers import check_option
 
 MODULES: Final = "modules.json"
 SETTINGS: Final = "config_sentence_transformers.json"

@@ -118,9 +118,7 @@ EARLY = [
     ),
     ("shrink model --out new --heads 9 --data d.npz", "--heads must lie in 1..4, the teacher's; got 9"),
     ("shrink model --out model --heads 2 --data d.npz", "--out must be a new or empty folder"),
-    ("shrink gone --out new --heads 2 --data d.npz", "teacher must be a folder that save_pretrained wrote"),
     ("shrink pickled --out new --heads 2 --data d.npz", "python -c 'from transformers import BertModel as M; f ="),
-    ("vocabulary model --out new --data gone.jsonl", "--data must exist; got gone.jsonl"),
     ("compress model --out new --faster 4 --data gone.jsonl", "--data must exist; got gone.jsonl"),
     ("compress model --out new --faster 4 --data gone.csv", 'write a line {"text": ...} for each text into a .jsonl'),
     ("compress model --out new --faster 4 --data lines.jsonl", "got the columns content of lines.jsonl"),
@@ -129,9 +127,7 @@ EARLY = [
     ("compress model --out new --faster 0.5 --data d.npz", "--faster must be a finite number above 1; got 0.5"),
     ("compress model --out new --faster 4 --ms 3 --data d.npz", "--faster, --ms and --mb must not be mixed"),
     ("compress model --out new --data d.npz", "--faster, --ms, --mb or --at-least must be given"),
-    ("compress gone --out new --faster 4 --data d.npz", "teacher must be a folder that save_pretrained wrote"),
     ("compress model --out model --faster 4 --data d.npz", "--out must be a new or empty folder"),
-    ("export ./gone --out x.onnx", "model must be a folder that save_pretrained wrote"),
     ("export d.npz --out x.onnx", "got 'd.npz', which is no folder"),
     ("export empty --out x.onnx", "which has no config.json"),
     ("export model --out empty", "--out must be a file, such as teacher.onnx"),
@@ -144,7 +140,6 @@ EARLY = [
     ),
     ("doctor model model --probe 9", "--probe must go with --data"),
     ("time gone.onnx", "gone.onnx must be an .onnx file"),
-    ("time model --beside gone.onnx", "--beside must be an .onnx file"),
     ("precompute t.onnx --out c", "precompute is a command of shd: shd precompute t.onnx --out c"),
 ]
 """Commands of shd-torch with a mistake, and their messages."""

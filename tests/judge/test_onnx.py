@@ -14,7 +14,6 @@ onnx = pytest.importorskip("onnx", reason="the package onnx is not installed (ex
 pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (extra 'teacher')")
 
 from support.onnx_functions import OnnxAdapter  # noqa: E402  (after the skips)
-from support.refusals import refusal  # noqa: E402
 
 from shd_ref.conformance import judge  # noqa: E402  (after the skips)
 from shd_ref.conformance.specification import agreement  # noqa: E402
@@ -89,39 +88,6 @@ def test_value_outputs_that_cancel_leave_no_nan(size: float, backend: str) -> No
 
 
 # --- the adapter ------------------------------------------------------------------------------------------------
-
-
-def test_float64_is_missing_because_the_functions_compute_in_float32() -> None:
-    with pytest.raises(NotImplementedError, match="float32"):
-        OnnxAdapter("onnx.reference").run_operation("squeeze_heads", two_heads(), "float64")
-
-
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({"strategy": "random"}, "argument-value"),
-        ({"alpha_rule": "printed"}, "argument-value"),
-        ({"temperature": 0.0}, "argument-value"),
-        ({"num_student_heads": 3}, "heads-exceed"),
-        ({"plan": [[[0, 0]]]}, "plan-invalid"),
-    ],
-)
-def test_options_are_refused_with_their_codes(change: dict[str, Any], code: str) -> None:
-    with refusal(code):
-        OnnxAdapter("onnx.reference").run_operation("squeeze_heads", two_heads(**change), "float32")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"teacher_probs": np.full((1, 2, 1, 2), np.nan, dtype=np.float32)},
-        {"value_outputs": np.ones((1, 2, 3, 1), dtype=np.float32)},
-        {"query_mask": np.ones((1, 1), dtype=np.int64)},
-    ],
-)
-def test_arrays_that_must_be_refused_are_not_an_answer(change: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match="does not check its inputs"):
-        OnnxAdapter("onnx.reference").run_operation("squeeze_heads", two_heads(**change), "float32")
 
 
 # --- the backend tests ------------------------------------------------------------------------------------------

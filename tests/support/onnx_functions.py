@@ -10,8 +10,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shd_ref.attention import ROW_SUMS, check_option, check_temperature
+from shd_ref.attention import ROW_SUMS, check_temperature
 from shd_ref.errors import ShdError, argument_value
+from shd_ref.integers import check_option
 from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher, compose_mixing
 from shd_ref.merging.plans import merge_plan

@@ -257,5 +257,5 @@ def test_nothing_is_no_name_of_the_current_folder(
         ("merge", made / "c", "", "--out", "d"),
         *((command, "") for command in ("ls", "verify", "report")),
     ):
-        assert "must be a folder or an address; got nothing" in shd(*words, code=1)
+        assert "Must be a folder or an address." in shd(*words, code=1)
     assert not any(tmp_path.iterdir())

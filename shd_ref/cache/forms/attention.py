@@ -317,8 +317,8 @@ class Maps(Attention):
         require(self.codec in CODECS, f"codec must be one of {CODECS}", self.codec, "CACHE-110")
         require(0 < self.temperature < math.inf, "temperature must be finite and above 0", self.temperature)
         require(self.shapes in SHAPES, f"shapes must be one of {SHAPES}", self.shapes, "CACHE-128")
-        own = self.shapes == "own" and self.support == "causal"
-        require(not own, "shapes must be length for causal support", self.shapes, "CACHE-128")
+        square = self.shapes == "length" or self.support == "full"
+        require(square, "shapes must be length for causal support", self.shapes, "CACHE-128")
         if self.groups is not None:
             TokenGroups.parse(self.groups)
             require(self.shapes == "own", "shapes must be own where maps are pooled", self.shapes, "CACHE-131")
@@ -427,11 +427,12 @@ class Factors(Attention):
     def decode_rows(self, record: SampleRecord, layer: int) -> Callable[[slice], NDArray[np.float32]]:
         queries, keys = self.decode_factors(record, layer)
         column, first = self.column(layer), record.first
-        one, mixing = self.factors[column], record.parts["mixing"][column]
+        factors, mixing = self.factors[column], record.parts["mixing"][column]
 
         def decode_some(rows: slice) -> NDArray[np.float32]:
             counted = slice(max(rows.start - first, 0), max(rows.stop - first, 0))
-            maps = rebuild_maps(queries, keys, one.scale, self.support, mixing, window=one.window, rows=counted)
+            span: dict[str, Any] = {"window": factors.window, "rows": counted}
+            maps = rebuild_maps(queries, keys, factors.scale, self.support, mixing, **span)
             return np.pad(maps, ((0, 0), (rows.stop - rows.start - maps.shape[1], 0), (first, 0)))
 
         return decode_some

@@ -366,8 +366,8 @@ class Logits(Rows):
 
     def check_manifest(self, teacher: str, *, has_decoder: bool) -> None:
         super().check_manifest(teacher, has_decoder=has_decoder)
-        own = teacher not in [other.sha256 for other in self.with_teachers]
-        require(own, "logits.with_teachers must be other teachers than the first", teacher, "CACHE-163")
+        is_other = teacher not in [other.sha256 for other in self.with_teachers]
+        require(is_other, "logits.with_teachers must be other teachers than the first", teacher, "CACHE-163")
 
     @property
     def averaged(self) -> tuple[AveragedTeacher, ...]:

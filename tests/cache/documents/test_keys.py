@@ -70,14 +70,6 @@ def test_trailing_padding_does_not_change_a_key() -> None:
     assert sample_key(trim_sample(longer, "mask")[0]) == sample_key(trimmed)
 
 
-def test_leading_padding_stays() -> None:
-    trimmed, length = trim_sample(
-        {"ids": np.array([0, 5, 6, 0]), "mask": np.array([False, True, True, False])}, "mask"
-    )
-    assert length == 3
-    assert trimmed["ids"].tolist() == [0, 5, 6]
-
-
 @pytest.mark.parametrize(
     ("mask", "message"),
     [(np.zeros(4), "at least one token"), (np.ones((1, 4)), r"must be \(L,\)"), (None, "must hold the mask 'mask'")],

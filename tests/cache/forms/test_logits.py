@@ -2,7 +2,6 @@
 
 import contextlib
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 from support.makers import (
     ALL_CLASSES,
     AVERAGED,
-    HIDDEN_FLOAT16,
     HIDDEN_INT8,
     HIDDEN_LAYERS,
     KINDS,
@@ -167,32 +165,6 @@ def test_padding_of_the_vocabulary_is_cut_where_it_is_padding() -> None:
     rows[4, VOCABULARY] = np.nan
     with pytest.raises(ShdError, match="got nan"):
         TOPK.encode(rows)
-
-
-CODED: dict[str, Callable[[Any], object]] = {
-    **{f"logits, {name}": form.encode for name, form in CODECS.items()},
-    "hidden, int8": lambda rows: HIDDEN_INT8.encode(rows[..., :7], layer=11),
-    "hidden, float16": lambda rows: HIDDEN_FLOAT16.encode(rows[..., :7], layer=11),
-}
-
-
-@pytest.mark.parametrize(
-    ("code", "change"),
-    [
-        ("argument-shape", lambda rows: rows[:, :6]),
-        ("argument-shape", lambda rows: rows[0]),
-        ("argument-shape", lambda rows: rows[None]),
-        ("argument-dtype", lambda rows: rows.astype(np.int64)),
-        ("not-finite", lambda rows: np.where(rows > 1, np.nan, rows)),
-        ("not-finite", lambda rows: np.where(rows > 1, np.inf, rows)),
-        ("not-finite", lambda rows: np.where(rows > 1, -np.inf, rows)),
-    ],
-)
-@pytest.mark.parametrize("name", CODED)
-def test_rows_that_cannot_be_coded(name: str, code: str, change: Any) -> None:
-    rows = rows_of(ALL_CLASSES if name == "logits, float16" else CODECS.get(name.removeprefix("logits, "), TOPK))
-    with refusal(code, "logits must be" if name.startswith("logits") else "hidden layer 11 must be"):
-        CODED[name](change(rows))
 
 
 WRONG_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -4,11 +4,8 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -184,31 +181,6 @@ def test_killed_writers_resume(bucket: str, tmp_path: Path) -> None:
     assert process.returncode == 0
     assert lengths == sorted(lengths)
     assert objects(address) == contents(write_cache(tmp_path / "cache", interrupted_job(NUM_SAMPLES)))
-
-
-def test_racing_writers_that_round_differently_do_not_mix(bucket: str) -> None:
-    address, scales = f"{bucket}/cache", (1.0, 0.5, 0.25)
-    start = threading.Barrier(len(scales))
-
-    def write(scale: float) -> None:
-        writer = CacheWriter(address, job())
-        for shard in range(job().shards.num_shards):
-            start.wait(240)  # a store retries for a while on a busy machine
-            records = [
-                replace(record, parts={**record.parts, "alphas": record.parts["alphas"] * np.float32(scale)})
-                for record in records_of(job(), shard)
-            ]
-            writer.write_shard(shard, records, MEASURED)
-
-    with ThreadPoolExecutor(len(scales)) as pool:
-        outcomes = [future.exception() for future in [pool.submit(write, scale) for scale in scales]]
-    assert outcomes == [None] * len(scales)  # all of them: the others' barrier breaks when one of them fails
-    CacheWriter(address, job()).seal()
-    assert verify_cache(address).ok
-    reader = CacheReader(address)
-    for index in range(len(reader)):
-        written, found = (read.parts["alphas"] for read in (record_of(job(), index), reader.read(key_of(index))))
-        assert any(np.array_equal(found, written * np.float32(scale)) for scale in scales)
 
 
 def test_shard_that_was_replaced_before_its_receipt_is_written_again(store: str) -> None:

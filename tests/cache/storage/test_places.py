@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import shd
 from support.faults import permissions_count
 from support.makers import FORMS, job, read_everything, write_cache
 from support.refusals import refusal
@@ -91,23 +90,6 @@ def test_nothing_is_followed(folder: Path, tmp_path: Path, name: str, replace: C
         assert name in (".lock", "manifest.json", "shards", "receipts", "shards/01")
     assert {path: path.read_bytes() for path in outside} == outside, "nothing is written outside"
     assert {path for path in [away, *away.rglob("*")] if path.is_file()} == set(outside)
-
-
-IMPOSSIBLE = {"long": "x" * 256, "longer": "/".join(["x" * 200] * 30), "nul": "a\0b", "surrogate": "a\ud800b"}
-
-
-@pytest.mark.parametrize("name", IMPOSSIBLE)
-@pytest.mark.parametrize("command", ["ls", "report", "merge-to"])
-def test_paths_that_no_file_system_has_are_refused(folder: Path, tmp_path: Path, name: str, command: str) -> None:
-    impossible, out = os.path.join(tmp_path, IMPOSSIBLE[name]), str(tmp_path / "out")  # noqa: PTH118
-    arguments = {
-        "ls": ["ls", impossible],
-        "report": ["report", impossible, "--out", out],
-        "merge-to": ["merge", str(folder), "--out", impossible],
-    }[command]
-    said = shd(*arguments, code=1)
-    assert any(code in said for code in ("read-failed", "write-failed", "argument-value"))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
