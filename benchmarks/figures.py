@@ -76,6 +76,15 @@ def beta(row: dict[str, str]) -> str:
     return n(float(row["beta"]), 3).rstrip("0").rstrip(".")
 
 
+def costs(task: str) -> Any:
+    """Processor time of a step with SHD over one without, for all pairs of the same part, start and base loss."""
+    rows = load(f"study/results/{task}.csv")
+    kinds = [(row["part"], *re.findall(r"\b(?:start|base)=[^,]+", row["options"])) for row in rows]
+    plain = {kind: row for kind, row in zip(kinds, rows, strict=True) if row["method"] == "base"}
+    pairs = [(row, plain.get(kind)) for kind, row in zip(kinds, rows, strict=True) if row["method"] == "shd"]
+    return np.array([float(row["step_seconds"]) / float(base["step_seconds"]) for row, base in pairs if base])
+
+
 def trials(task: str, parts: Sequence[str], suffix: str = "") -> list[dict[str, str]]:
     """SHD's rows of these parts by beta; of the first, those whose label ends so."""
     own = [row for row in load(f"study/results/{task}.csv") if row["part"] in parts and row["method"] == "shd"]
@@ -116,7 +125,7 @@ def rendered() -> Iterator[tuple[str, str, list[str]]]:
     settings = {"undefined": jinja2.StrictUndefined, "extensions": ["jinja2.ext.do"], "line_statement_prefix": "%"}
     environment = jinja2.Environment(**settings, finalize=lambda value: f"\x01{value}\x02")
     functions = (n, pm, load, pick, row, gain, share, beta, trials, losses, steps, rival, seeds)
-    functions += (zip, min, max, sorted, sum)
+    functions += (costs, zip, min, max, sorted, sum)
     environment.globals |= {function.__name__: function for function in functions} | {"np": np, "mean": np.mean}
     environment.filters |= {"each": np.vectorize(n, otypes="O"), "share": share, "beta": beta}
     page, table, rows = "", "", list[str]()
