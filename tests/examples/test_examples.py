@@ -101,7 +101,7 @@ def test_compress_page_runs(run_apart: Callable[..., Path], monkeypatch: pytest.
     assert deploy().shape[0] == 2
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["loop", "own", "trainer", "live", "free", "free-trainer"])
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["loop", "trainer", "live", "free", "free-trainer"])
 def test_training_page_trains(
     snippet: str, run_in: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
