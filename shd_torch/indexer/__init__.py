@@ -1,20 +1,10 @@
 """Indexers of sparse attention: their loss from queries and keys, and what their selection keeps (spec chapter IDX).
 
-``request.py`` cuts scorer and teacher into tiles; ``loss.py`` holds ``indexer_kl`` and what a selection keeps of the
-teacher's attention, and ``capture.py`` reads scorers of live models.
+``request.py`` checks a scorer and its teachers and cuts them into tiles of rows; ``loss.py`` goes over the tiles: the
+loss ``indexer_kl``, and ``probe_indexer``, the part of the teacher's attention that a selection keeps.
 """
 
-from shd_torch.indexer.capture import ScorerCall, capture_indexers
 from shd_torch.indexer.loss import KeptMass, Span, indexer_kl, probe_indexer
 from shd_torch.indexer.request import indexer_scores, indexer_select
 
-__all__ = [
-    "KeptMass",
-    "ScorerCall",
-    "Span",
-    "capture_indexers",
-    "indexer_kl",
-    "indexer_scores",
-    "indexer_select",
-    "probe_indexer",
-]
+__all__ = ["KeptMass", "Span", "indexer_kl", "indexer_scores", "indexer_select", "probe_indexer"]

@@ -10,7 +10,7 @@ worth in the loss and in the gradient. Imports ``kd``, ``live`` and ``capture``;
 """
 
 from shd_torch.recipes.diffusion import DiffusionDraw, diffusion, draw_diffusion, linear_betas, noised
-from shd_torch.recipes.features import OrthogonalProjection, ViTKD, vkd, vkd_detection
+from shd_torch.recipes.features import OrthogonalProjection, ViTKD, vkd
 from shd_torch.recipes.logits import babyllama, cross_entropy, deit_hard, deit_soft, gkd, image_kd, language_kd, nkd
 from shd_torch.recipes.minillm import Rollout, TeacherMixture, minillm_advantages, minillm_policy, minillm_rollout
 from shd_torch.recipes.terms import SHD, ScaleReport, Term, Terms, scale_report
@@ -42,5 +42,4 @@ __all__ = [
     "noised",
     "scale_report",
     "vkd",
-    "vkd_detection",
 ]

@@ -211,49 +211,6 @@ def vkd(
     )
 
 
-@without_autocast
-def vkd_detection(
-    student_tokens: Sequence[Tensor],
-    teacher_tokens: Sequence[Tensor],
-    *,
-    feature_weight: float = 4.0,
-    shd: SHD | None = None,
-    check: bool = True,
-) -> Terms:
-    """``a sum over groups of SmoothL1(s(S), s(T))`` with rows standardised channel by channel.
-
-    ``s(x) = (x - mean) / sqrt(var)`` over the rows, var over ``n - 1``; a channel without spread gives 0.
-
-    The caller adds it to the detector's loss. Groups are what ViDT matches: patches of each of four scales, detection
-    tokens of the body and of the neck, rows of all samples together: projected rows ``(n, D)``, n at least 2, and
-    the same of the teacher. Denominator: the numbers of a group; groups are summed. The term ``features`` has weight
-    a. Default: that of VkD's ViDT training (a = 4.0; its ``criterion.py``), whose projections are orthogonal, with a
-    trained scale and bias.
-    """
-    weight = check_weight("feature_weight", feature_weight)
-    for name, groups in (("student_tokens", student_tokens), ("teacher_tokens", teacher_tokens)):
-        for rows in groups:
-            check_real(rows, name, check=check, ndim=2)
-    shapes = [[tuple(rows.shape) for rows in groups] for groups in (student_tokens, teacher_tokens)]
-    fits = bool(shapes[0]) and shapes[0] == shapes[1] and min(rows for rows, _ in shapes[0]) >= 2
-    name, rule = "student_tokens and teacher_tokens", "be groups (n, D) of the same shapes with n of at least 2"
-    need(fits, "argument-shape", name, rule, shapes)
-    values = [
-        F.smooth_l1_loss(_standardised(rows), _standardised(taught.detach().to(rows.device)).to(compute_dtype(rows)))
-        for rows, taught in zip(student_tokens, teacher_tokens, strict=True)
-    ]
-    return join(shd, features=Term(torch.stack([value.to(values[0]) for value in values]).sum(), weight))
-
-
-def _standardised(rows: Tensor) -> Tensor:
-    """Channels with mean 0 and deviation 1 over rows; 0, with no gradient, where they do not vary."""
-    wide = rows.to(compute_dtype(rows))
-    varies = (wide != wide[0]).any(0)
-    variance = wide.masked_fill(~varies, 0.0).var(0)
-    centred = (wide - wide.mean(0)).masked_fill(~varies, 0.0)
-    return centred * torch.where(varies, variance, 1.0).rsqrt()
-
-
 def _pool(features: Tensor) -> Tensor:
     """One vector a sample ``(B, D_t)``: the mean over positions."""
     rule = "teacher_features must be (B, D_t, h, w), or tokens (B, M, D_t)"
