@@ -35,15 +35,8 @@ from torch.utils.data import DataLoader, StackDataset
 from shd_ref.cache import CodecError, LogitsError
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
-from shd_torch import (
-    LiveTargets,
-    OnlineTeacher,
-    SupervisedDataset,
-    capture_attention,
-    export_teacher,
-    kd_loss,
-    layer_kls,
-)
+from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, export_teacher, kd_loss, layer_kls
+from shd_torch.kd import kd_targets_topk
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from support.binding.allocations import Live
@@ -79,8 +72,8 @@ class Run:
         )
         nn.init.normal_(self.student.embed.weight, std=0.05)  # also the output layer
         self.optimizer = torch.optim.AdamW(self.student.parameters(), 1e-3)
-        kept = LiveTargets(head=arguments.head, temperature=arguments.temperature)
-        self.online = OnlineTeacher(teacher, HEADS, NUM_LAYERS, targets=kept)
+        self.head, self.temperature = arguments.head, arguments.temperature
+        self.online = OnlineTeacher(teacher, HEADS, NUM_LAYERS)
         self.beta = arguments.beta
 
     def losses(self, ids: Tensor, stored: Any | None) -> Losses:
@@ -89,7 +82,10 @@ class Run:
         with capture_attention(self.student, NUM_LAYERS) as captured:
             logits = self.student(ids)
         kls = layer_kls(captured, taught, check=False)
-        kd = kd_loss(taught.targets(), logits, check=False)
+        targets = taught.targets()
+        if stored is None:  # the same classes as the cache
+            targets = kd_targets_topk(targets, self.head, temperature=self.temperature, check=False)
+        kd = kd_loss(targets, logits, check=False)
         base = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         return Losses(base, kd, torch.stack(list(kls.values())).sum())
 

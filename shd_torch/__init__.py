@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from shd_torch.kd import pool_states as pool_states
     from shd_torch.kl import attention_kl as attention_kl
     from shd_torch.kl import explain_backend as explain_backend
-    from shd_torch.live import LiveTargets as LiveTargets
     from shd_torch.live import OnlineTeacher as OnlineTeacher
     from shd_torch.live import layer_kls as layer_kls
     from shd_torch.shrink import load_student as load_student
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from shd_torch.training import EmbeddingTerm as EmbeddingTerm
     from shd_torch.training import HiddenTerm as HiddenTerm
     from shd_torch.training import KdTerm as KdTerm
-    from shd_torch.training import LossBalancer as LossBalancer
     from shd_torch.training import batch_share as batch_share
     from shd_torch.training.trainer import SHDTrainer as SHDTrainer
 
@@ -56,10 +54,10 @@ _ROOMS = {
     ),
     "shd_torch.kl": ("attention_kl", "explain_backend"),
     "shd_torch.shrink": ("load_student",),
-    "shd_torch.live": ("LiveTargets", "OnlineTeacher", "layer_kls"),
+    "shd_torch.live": ("OnlineTeacher", "layer_kls"),
     "shd_torch.training": (
         *("EmbeddingLoss", "EmbeddingTerm", "HiddenTerm", "KdTerm"),
-        *("BetaSchedule", "LossBalancer", "batch_share"),
+        *("BetaSchedule", "batch_share"),
     ),
     "shd_torch.training.trainer": ("SHDTrainer",),  # the one that needs transformers
 }

@@ -235,7 +235,7 @@ class Regressor(Task):
         return {"spearman": sum(correlations) / len(correlations)} if correlations else {}
 
     def own_terms(self) -> dict[str, Any]:
-        return {"terms": {"logits": ScoreTerm()}}
+        return {"terms": [ScoreTerm()]}
 
 
 class Reranker(Regressor):

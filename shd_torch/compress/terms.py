@@ -13,7 +13,7 @@ from shd_torch.capture.outputs import read_logits
 from shd_torch.compress.samples import QUERY
 from shd_torch.supervision.taught import Taught
 from shd_torch.training.batch import Forward, MicroBatch, count_samples
-from shd_torch.training.terms import KdTerm, Measured, RowsTerm, Weight
+from shd_torch.training.terms import KdTerm, Measured, Term, Weight
 
 if TYPE_CHECKING:
     from shd_torch.data.dataset import CacheJoin
@@ -22,21 +22,20 @@ _MEASURED: Final = 1000  # records whose scores say how far scores are from each
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreTerm(RowsTerm):
+class ScoreTerm(Term):
     """The squared error of scores, and that of their differences within a query, in units of the teacher's variance.
 
     So both sides are standardised by the teacher's mean, which falls out, and deviation.
     """
 
-    SUBJECT: ClassVar[str] = "logits"
     NAME: ClassVar[str] = "score"
+    WEIGHT_NAME: ClassVar[str] = "score_weight"
 
     weight: Weight = 1.0
     _deviation: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """The cache must hold scores; their deviation is read now."""
-        super().check_cache(joined, has_teacher=has_teacher)
         cache = joined.cache
         records = (cache.read(key, (), logits=True, hidden=()) for key in sorted(cache.keys())[:_MEASURED])
         scores = torch.stack([torch.as_tensor(cache.decode_logits(record)).reshape(-1) for record in records])

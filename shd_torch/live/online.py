@@ -7,6 +7,7 @@ projection after it are all that alpha needs, and queries, keys and mixing are a
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,22 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
-from shd_ref.integers import as_index, check_integer
+from shd_ref.integers import check_integer
 from shd_ref.layers import layer_map as pair_layers
 from shd_ref.merging.plans import PLAN_KINDS, MergePlan, check_count, check_plan
 from shd_torch.capture.capture import AttentionCall, Captured
 from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
 from shd_torch.capture.outputs import Projection, ProjectionWatch, read_hidden_states, read_logits, without
 from shd_torch.capture.taps import RawCall, never_compiled, record, run_eagerly
-from shd_torch.checks import check_option, check_real, check_temperature
-from shd_torch.kd.targets import cut_teacher, kd_targets_topk, mean_logits
+from shd_torch.checks import check_option, check_real
+from shd_torch.kd.targets import mean_logits
 from shd_torch.kl.backends import attention_kl
 from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.maps.loss import REDUCTIONS
-from shd_torch.maps.mixing import check_strategy
+from shd_torch.maps.mixing import STRATEGIES
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import pool_supervision
-from shd_torch.supervision.taught import Length, Taught, TaughtLayers, TopkTargets
+from shd_torch.supervision.taught import Length, Taught, TaughtLayers
 
 Rounds: TypeAlias = Iterable[Iterable[Sequence[int]]]
 
@@ -54,63 +55,28 @@ class OnlineSupervision(Taught):
         layers: student layers, zero-based, in ascending order.
         squeezes: one per layer, with the supervision and its report (alphas, residual, clip counts).
         output: what the teacher's forward pass returned, without hidden states if some were chosen, and without
-            logits where only some of their classes are kept, or a mean: their memory is free again.
-        logits: see ``targets``.
-        hidden: see ``hidden_states``.
+            logits where a mean replaces them: their memory is free again.
+        logits: the teacher's ``(..., V)`` in its own dtype, or the mean of several; None where it returns none.
+        hidden: the chosen hidden states ``(B, L, D)``, by number as Hugging Face counts them.
     """
 
     layers: tuple[int, ...]
     squeezes: tuple[FactoredSqueeze, ...]
     output: Any
-    logits: Tensor | TopkTargets | None = None
+    logits: Tensor | None = None
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
 
     def supervise(self, length: Length = None) -> list[Factored]:
         """One per layer, good at any temperature; the teacher saw the student's positions: nothing is padded."""
         return [squeeze.supervision for squeeze in self.squeezes]
 
-    def targets(self, length: int | None = None) -> Tensor | TopkTargets | None:
-        """For ``kd_loss``: the teacher's logits ``(..., V)``, or what ``LiveTargets`` keeps of them; None without."""
+    def targets(self, length: int | None = None) -> Tensor | None:
+        """``logits``, for ``kd_loss``."""
         return self.logits
 
-    def hidden_states(self, length: int | None = None) -> dict[int, Tensor]:
-        """For ``hidden_loss``: the chosen hidden states ``(B, L, D)``, by number as Hugging Face counts them."""
-        return dict(self.hidden)
-
-
-@dataclass(frozen=True)
-class LiveTargets:
-    """How to reduce a live teacher's logits: keep all of them, or the same part of a row as a cache.
-
-    Attributes:
-        vocab_size: number of classes to read; the others must be padding without mass.
-        head: number of the likeliest classes to keep of each row, with the total mass of the rest; None keeps all
-            logits.
-        temperature: of kept classes and of the cut mass; complete logits work at any.
-
-    Raises:
-        ShdError: ``argument-value``.
-    """
-
-    vocab_size: int | None = None
-    head: int | None = None
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        if self.head is not None:
-            check_integer("head", self.head, 1, None)
-        if self.vocab_size is not None:
-            check_integer("vocab_size", self.vocab_size, 1, None)
-
-    @torch.no_grad()
-    def read(self, logits: Tensor, *, check: bool) -> Tensor | TopkTargets:
-        """Targets for ``kd_loss`` of logits ``(..., padded V)``, in the teacher's own dtype, or a record."""
-        if self.head is None:  # the loss itself looks at what it is given
-            return cut_teacher(logits, self.vocab_size, self.temperature, check=check)
-        return kd_targets_topk(
-            logits, self.head, temperature=self.temperature, vocab_size=self.vocab_size, check=check
-        )
+    def hidden_states(self, length: int | None = None) -> Mapping[int, Tensor]:
+        """``hidden``, for ``hidden_loss``."""
+        return self.hidden
 
 
 class OnlineTeacher:
@@ -132,9 +98,7 @@ class OnlineTeacher:
             and with explicit pairs the others need not be capturable.
         plan: as in ``squeeze_heads``, or the rounds of each paired teacher layer, by its number.
         strategy: as in ``squeeze_heads``.
-        alpha_rule: as in ``solve_alpha``.
         output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose projection cannot be located.
-        targets: how to store its logits; by default all are targets, in the model's dtype.
         hidden_layers: hidden states to keep, numbered as in Hugging Face: 0 for the embeddings, k for block k. The
             model is then called with ``output_hidden_states=True``.
         with_teachers: further teachers with the same vocabulary, called with the same arguments: the targets are the
@@ -156,9 +120,7 @@ class OnlineTeacher:
         *,
         plan: str | Rounds | Mapping[int, Rounds] | None = None,
         strategy: str = "shd",
-        alpha_rule: str = "least_squares",
         output_projections: Mapping[int, Tensor] | None = None,
-        targets: LiveTargets | None = None,
         hidden_layers: Iterable[int] = (),
         with_teachers: Sequence[nn.Module] = (),
     ) -> None:
@@ -166,18 +128,17 @@ class OnlineTeacher:
             if not isinstance(module, nn.Module):
                 raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(module).__name__}")
         check_count("num_student_heads", num_student_heads)
-        check_strategy(strategy, alpha_rule)
+        check_option("strategy", strategy, STRATEGIES, "MIX-2")
         self.model = model
         self.num_student_heads = num_student_heads
         self._layer_map = _read_layer_map(layer_map)
-        self._squeeze: dict[str, Any] = {"strategy": strategy, "alpha_rule": alpha_rule}
+        self._strategy = strategy
         self._plan = _read_plans(plan, num_student_heads, self._layer_map)
         self._given = dict(output_projections or {})
         for layer, weight in self._given.items():
             check_integer("layers of output_projections", layer, 0, None)
             check_real(weight, f"output_projections[{layer}]", check=False, ndim=2)
-        self.hidden_layers = _read_hidden_layers(hidden_layers)
-        self._targets = targets or LiveTargets()
+        self.hidden_layers = tuple(sorted(set(hidden_layers)))
         self.with_teachers = tuple(with_teachers)
         self._same = SameLayers(model)
         self._projections: dict[int, Projection] = {}
@@ -247,32 +208,23 @@ class OnlineTeacher:
         logits = read_logits(output)
         if self.with_teachers:
             logits = self._average(logits, args, inputs, check=check)
-        return self._gather(tuple(squeezes[teacher] for _, teacher in self._pairs), output, logits, check=check)
-
-    def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
-        options, parts = self._targets, [first]
-        for model in self.with_teachers:
-            with eval_mode(model):
-                parts.append(read_logits(model(*args, **kwargs)))
-        every = [logits for logits in parts if logits is not None]
-        need(
-            len(every) == len(parts), "capture-failed", "all teachers", "return logits for a mean of them", len(every)
-        )
-        cut = [cut_teacher(logits, options.vocab_size, options.temperature, check=check) for logits in every]
-        return mean_logits(cut, check=check)
-
-    def _gather(
-        self, squeezes: tuple[FactoredSqueeze, ...], output: Any, logits: Tensor | None, *, check: bool
-    ) -> OnlineSupervision:
-        """What a batch is taught with; of the output what is held in another form is left out."""
+            output = None if isinstance(output, Tensor) else without(output, "logits")
         hidden: dict[int, Tensor] = {}
         if self.hidden_layers:
             hidden = read_hidden_states(output, self.hidden_layers, type(self.model).__name__)
             output = without(output, "hidden_states", "decoder_hidden_states", "encoder_hidden_states")
-        targets = None if logits is None else self._targets.read(logits, check=check)
-        if logits is not None and (self.with_teachers or self._targets.head is not None):
-            output = None if isinstance(output, Tensor) else without(output, "logits")
-        return OnlineSupervision(self.student_layers, squeezes, output, targets, hidden)
+        taught = tuple(squeezes[teacher] for _, teacher in self._pairs)
+        return OnlineSupervision(self.student_layers, taught, output, logits, hidden)
+
+    def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
+        parts = [first]
+        for model in self.with_teachers:
+            with eval_mode(model):
+                parts.append(read_logits(model(*args, **kwargs)))
+        every = [logits for logits in parts if logits is not None]
+        fits, rule = len(every) == len(parts), "return logits for a mean of them"
+        need(fits, "capture-failed", "all teachers", rule, len(every))
+        return mean_logits(every, check=check)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
         """The calls of the teaching layers, which the first batch pairs with the student's."""
@@ -321,7 +273,7 @@ class OnlineTeacher:
                 query_mask=query_mask,
                 check=check,
                 plan=self._plan[layer] if isinstance(self._plan, dict) else self._plan,
-                **self._squeeze,
+                strategy=self._strategy,
             )
         except ShdError as error:
             raise ShdError(error.code, f"teacher layer {layer}: {error}") from error
@@ -425,26 +377,10 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _read_layer_map(layer_map: int | Iterable[tuple[int, int]]) -> int | tuple[tuple[int, int], ...]:
-    """A number of student layers, or pairs of layers (LAYER-2, LAYER-4)."""
-    try:
-        count: int | None = as_index(layer_map)
-    except TypeError:
-        count = None
-    pairs: tuple[tuple[int, int], ...] = ()
-    if count is None:
-        try:
-            pairs = tuple((as_index(student), as_index(teacher)) for student, teacher in layer_map)  # type: ignore[union-attr]
-        except (TypeError, ValueError):
-            pairs = ()
-    once = len({student for student, _ in pairs}) == len(pairs)
-    fits = count >= 1 if count is not None else bool(pairs) and once and min(map(min, pairs)) >= 0
-    rule = (
-        "be a number of student layers, at least 1, or pairs (student layer, teacher layer) of integers of at least "
-    )
-    rule += "0 that name each student layer once"
-    spec_id = "LAYER-2" if count is not None else "LAYER-4"
-    need(fits, "layers-invalid", "layer_map", rule, repr(layer_map), spec_id=spec_id)
-    return pairs if count is None else count
+    """A number of student layers, or pairs of layers, of a teacher of any depth (LAYER-2, LAYER-4)."""
+    if isinstance(layer_map, Iterable):
+        return pair_layers(sys.maxsize, sys.maxsize, layer_map)
+    return len(pair_layers(layer_map, layer_map))
 
 
 def _read_plan(plan: str | Rounds | None, num_student_heads: int) -> str | MergePlan | None:
@@ -453,10 +389,7 @@ def _read_plan(plan: str | Rounds | None, num_student_heads: int) -> str | Merge
         if plan is not None:
             check_option("plan", plan, PLAN_KINDS, "PLAN-1")
         return plan
-    try:
-        rounds = [list(one_round) for one_round in plan]
-    except TypeError:
-        raise ShdError("plan-invalid", f"plan must be rounds of pairs of integers; got {plan!r}", "PLAN-7") from None
+    rounds = [list(one_round) for one_round in plan]
     # Each pair makes one head of two, so that the rounds say how many heads they begin with.
     return check_plan(rounds, num_student_heads + sum(map(len, rounds)), num_student_heads)
 
@@ -474,13 +407,3 @@ def _read_plans(
     rule += "which is missing" if paired is None else f"{sorted(paired)}"
     need(paired == set(plan), "plan-invalid", "plan", rule, f"those of {sorted(map(str, plan))}", spec_id="PLAN-7")
     return {layer: _read_plan(rounds, num_student_heads) for layer, rounds in plan.items()}
-
-
-def _read_hidden_layers(layers: Iterable[int]) -> tuple[int, ...]:
-    try:
-        numbers = {as_index(number) for number in layers}
-    except TypeError:
-        numbers = {-1}
-    rule = "be integers of at least 0, 0 for the embeddings"
-    need(min(numbers, default=0) >= 0, "layers-invalid", "hidden_layers", rule, repr(layers))
-    return tuple(sorted(numbers))

@@ -5,31 +5,9 @@ counted; ``trainer.py`` runs teachers and student on it. Each term of ``terms.py
 loss) measures its losses on this pass; weighed by its schedule, their shares of the whole step are the loss.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 from shd_torch.training.batch import batch_share
 from shd_torch.training.embeddings import EmbeddingLoss
 from shd_torch.training.recipe import Recipe
-from shd_torch.training.terms import BetaSchedule, EmbeddingTerm, HiddenTerm, KdTerm, LossBalancer, RowsTerm
+from shd_torch.training.terms import BetaSchedule, EmbeddingTerm, HiddenTerm, KdTerm, Term
 
-TERMS: dict[str, Callable[..., RowsTerm]] = {
-    "logits": KdTerm,
-    "hidden": HiddenTerm,
-    "embeddings": EmbeddingTerm,
-    "exact": partial(KdTerm, exact=True),
-}
-"""By the subject of a form the term that ``SHDTrainer(terms={subject: weight})`` makes; others may be entered."""
-
-__all__ = [
-    "TERMS",
-    "BetaSchedule",
-    "EmbeddingLoss",
-    "EmbeddingTerm",
-    "HiddenTerm",
-    "KdTerm",
-    "LossBalancer",
-    "Recipe",
-    "RowsTerm",
-    "batch_share",
-]
+__all__ = ["BetaSchedule", "EmbeddingLoss", "EmbeddingTerm", "HiddenTerm", "KdTerm", "Recipe", "Term", "batch_share"]

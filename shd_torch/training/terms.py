@@ -1,7 +1,4 @@
-"""The terms of ``SHDTrainer``: each says what weighs it, which rows it counts, and its losses on a micro-batch.
-
-First what may weigh one: schedules over the training, and a balancer against the base loss.
-"""
+"""The terms of ``SHDTrainer``: each says what weighs it, which rows it counts, and its losses on a micro-batch."""
 
 from __future__ import annotations
 
@@ -11,15 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeAlias
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.capture.outputs import read_every_hidden_state, read_hidden_states, read_logits, read_output
 from shd_torch.checks import check_option, check_temperature
-from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, mean_logits, pool_states
+from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, pool_states
 from shd_torch.kd.chunks import DISTANCES, unit
 from shd_torch.kd.divergences import DIVERGENCES
 from shd_torch.kd.embeddings import DISTANCES as OF_EMBEDDINGS
@@ -74,41 +69,7 @@ class BetaSchedule:
         return self.end + (self.peak - self.end) * left
 
 
-@dataclass(frozen=True)
-class LossBalancer:
-    """Scales the SHD term to a fraction of the base loss at every step, independent of the scale of either.
-
-    Beta then multiplies a term as large as ``fraction`` of the base loss. No gradient flows through the scale. A
-    nearly converged term is not amplified without bound: the scale never exceeds ``limit``.
-
-    Attributes:
-        fraction: of the base loss, above 0.
-        limit: the largest scale.
-
-    Raises:
-        ShdError: ``argument-value`` naming what is out of range or no number.
-    """
-
-    fraction: float = 1.0
-    limit: float = 1e3
-
-    def __post_init__(self) -> None:
-        for name, value in (("fraction", self.fraction), ("limit", self.limit)):
-            check_number(name, value, above=0.0)
-
-    @torch.no_grad()
-    def scale(self, base: Tensor, term: Tensor) -> Tensor:
-        """``min(fraction |base| / term, limit)``, ``()``; the same on every rank of a running process group."""
-        both = torch.stack([base.detach().abs().float(), term.detach().float()])
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(both)
-        return (self.fraction * both[0] / both[1].clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=self.limit)
-
-
 Weight: TypeAlias = float | Callable[[float], float]
-
-TEACHERS: Final[tuple[str, ...]] = ("losses", "logits")
-"""What is averaged where several teachers have logits."""
 
 DECODER_KINDS: Final = ("decoder", "cross")
 """Kinds of attention whose rows are of an encoder-decoder's decoder."""
@@ -125,14 +86,26 @@ class Term(ABC):
     """One part of the loss.
 
     Attributes:
-        NAME: of what it logs, ``<NAME>_loss`` with endings.
+        NAME: of its losses in the log, ``<NAME>_loss`` with endings.
+        WEIGHT_NAME: of its weight there.
         KEYWORDS: that the student is called with.
         weight: a number of at least 0, or a function of progress in [0, 1].
     """
 
     NAME: ClassVar[str]
+    WEIGHT_NAME: ClassVar[str]
     KEYWORDS: ClassVar[Mapping[str, Any]] = {}
     weight: Weight
+
+    def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
+        """Refuse training data that this term cannot learn from, before the first step: ``cache-mismatch``."""
+        return
+
+    def make_projectors(
+        self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
+    ) -> Mapping[int, nn.Module]:
+        """What takes the student's states, by number, to the width of a cache, or to that of a live teacher."""
+        return {}
 
     @abstractmethod
     def count(self, batch: MicroBatch) -> int:
@@ -141,14 +114,6 @@ class Term(ABC):
     @abstractmethod
     def measure(self, forward: Forward) -> Measured:
         """Its losses; ``forward.learn`` finds what teaches them. The counter is ``count`` or ``count_samples``."""
-
-    def weigh(self, progress: float, value: Tensor, base: Tensor | None) -> float | Tensor:
-        """Its weight, for its value and the base loss, both as parts of the whole step."""
-        return read_weight(self.weight)(progress)
-
-    @property
-    def weight_name(self) -> str:
-        return f"{self.NAME}_weight"
 
 
 TokenGroups: TypeAlias = Tensor | Mapping[int, Tensor]
@@ -168,8 +133,8 @@ class AttentionTerm(Term):
     """``beta * KL(merged map || student map)`` of all taught layers, over the positions of the samples."""
 
     NAME: ClassVar[str] = "shd"
+    WEIGHT_NAME: ClassVar[str] = "beta"
     weight: Weight
-    balancer: LossBalancer | None
     kl: AttentionKeywords
     groups: Groups | None = None
 
@@ -188,54 +153,9 @@ class AttentionTerm(Term):
         kls = layer_kls(forward.captured, taught, loss_mask=masks, groups=groups, **keywords)
         return Measured({f"_layer_{layer}": kl for layer, kl in kls.items()}, self.count)
 
-    def weigh(self, progress: float, value: Tensor, base: Tensor | None) -> float | Tensor:
-        beta = read_weight(self.weight)(progress)
-        if self.balancer is None:
-            return beta
-        if base is None:
-            rule = "balancer must have a loss of the student's own to scale to; got a student or a batch without"
-            raise ShdError("argument-value", f"{rule}: give labels or a recipe, or leave the balancer out")
-        return beta * self.balancer.scale(base, value)
-
-    @property
-    def weight_name(self) -> str:
-        return "beta"
-
-
-class RowsTerm(Term):
-    """A term on what records hold beside attention, or a live teacher gives.
-
-    Attributes:
-        SUBJECT: of the form that teaches it.
-        rows: which rows count, see ``KdTerm``.
-    """
-
-    SUBJECT: ClassVar[str]
-    rows: str = "positions"
-
-    def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
-        """Refuse training data that this term cannot learn from, before the first step.
-
-        Raises:
-            ShdError: ``cache-mismatch``, ``argument-value``.
-        """
-        rule = f"have {self.SUBJECT} in {joined.cache.folder}, or a live teacher"
-        is_held = any(form.SUBJECT == self.SUBJECT for form in joined.cache.manifest.forms)
-        got = "neither: precompute it with them"
-        need(has_teacher or is_held, "cache-mismatch", self.NAME, rule, got, spec_id="CACHE-160")
-
-    def make_projectors(
-        self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
-    ) -> Mapping[int, nn.Module]:
-        """What takes the student's states, by number, to the width of a cache, or to that of a live teacher."""
-        return {}
-
-    def count(self, batch: MicroBatch) -> int:
-        return batch.count(ROWS[self.rows])
-
 
 @dataclass(frozen=True)
-class KdTerm(RowsTerm):
+class KdTerm(Term):
     """Additional loss on logits: ``weight * kd_loss(targets, student's logits)``.
 
     Attributes:
@@ -250,15 +170,13 @@ class KdTerm(RowsTerm):
         vocab_size: number of classes to read on both sides; the others are padding.
         exact: learn from the cache's last states and the teacher's head (``shd precompute --hidden last``), over the
             whole vocabulary; the head is on the device, and its logits are made some rows at a time.
-        teachers: with several teachers, average the ``"losses"``, or the ``"logits"`` before one loss, which needs
-            all logits of every teacher.
 
     Raises:
         ShdError: ``argument-value``.
     """
 
-    SUBJECT: ClassVar[str] = "logits"
     NAME: ClassVar[str] = "kd"
+    WEIGHT_NAME: ClassVar[str] = "kd_weight"
 
     weight: Weight = 1.0
     temperature: float | None = None
@@ -267,7 +185,6 @@ class KdTerm(RowsTerm):
     t_squared: bool = True
     rows: str = "positions"
     vocab_size: int | None = None
-    teachers: str = "losses"
     exact: bool = False
     _head: list[TeacherHead] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -277,7 +194,6 @@ class KdTerm(RowsTerm):
             check_temperature(self.temperature)
         check_option("divergence", self.divergence, DIVERGENCES)
         check_option("rows", self.rows, tuple(ROWS))
-        check_option("teachers", self.teachers, TEACHERS)
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """Stored logits must be of its temperature and suit its divergence; the head is read now."""
@@ -291,6 +207,9 @@ class KdTerm(RowsTerm):
             check_targets("kd", self.temperature, form.temperature, folder)
         elif not has_teacher:
             raise ShdError("cache-mismatch", no_logits(self.NAME, folder), "CACHE-160")
+
+    def count(self, batch: MicroBatch) -> int:
+        return batch.count(ROWS[self.rows])
 
     def measure(self, forward: Forward) -> Measured:
         """On logits ``(B, L, V)``, or ``(B, V)`` of a classifier, whose samples count."""
@@ -309,13 +228,7 @@ class KdTerm(RowsTerm):
         return Measured({"": loss}, self.count if has_rows else count_samples)
 
     def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
-        """The mean over counted rows of logits ``(B, L, V)`` or ``(B, V)``; ``targets`` are one per teacher."""
-        if len(targets) > 1 and self.teachers == "logits":
-            whole = all(isinstance(target, Tensor) for target in targets)
-            rule = "have teachers='losses' where a teacher gives some of its classes alone"
-            reason = "the mean of truncated rows is not the truncated mean"
-            need(whole, "argument-value", "kd", rule, repr(self.teachers), remedy=reason)
-            targets = [mean_logits(targets, check=check)]
+        """The mean over counted rows of logits ``(B, L, V)`` or ``(B, V)``, and over ``targets``, one per teacher."""
         names = ("divergence", "mixing", "temperature", "t_squared", "vocab_size")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         losses = [kd_loss(target, logits, loss_mask=loss_mask, check=check, **options) for target in targets]
@@ -331,7 +244,7 @@ class KdTerm(RowsTerm):
 
 
 @dataclass(frozen=True, eq=False)
-class HiddenTerm(RowsTerm):
+class HiddenTerm(Term):
     """Additional loss on hidden states.
 
     Attributes:
@@ -347,8 +260,8 @@ class HiddenTerm(RowsTerm):
         ShdError: ``argument-value``, ``layers-invalid``.
     """
 
-    SUBJECT: ClassVar[str] = "hidden"
     NAME: ClassVar[str] = "hidden"
+    WEIGHT_NAME: ClassVar[str] = "hidden_weight"
     KEYWORDS: ClassVar[Mapping[str, Any]] = {"output_hidden_states": True}
 
     pairs: Sequence[tuple[int, int]] = ()
@@ -403,6 +316,9 @@ class HiddenTerm(RowsTerm):
             if student_width is not None and (width := widths.get(teacher)) not in (None, student_width)
         }
 
+    def count(self, batch: MicroBatch) -> int:
+        return batch.count(every_row)
+
     def measure(self, forward: Forward) -> Measured:
         """By layer the mean over counted rows, averaged over teachers."""
         numbers = [student for student, _ in self.pairs]
@@ -411,7 +327,7 @@ class HiddenTerm(RowsTerm):
         lacking = "hidden must have a teacher that keeps hidden states; got none"
         lacking += f": give OnlineTeacher hidden_layers={self.teacher_layers}"
         teachers = forward.learn(lambda taught: taught.hidden_states(length) or None, lacking)
-        mask = forward.batch.counted(ROWS[self.rows], length)
+        mask = forward.batch.counted(every_row, length)
         options: dict[str, Any] = {"distance": self.distance, "loss_mask": mask, "check": forward.check}
         losses: dict[str, Tensor] = {}
         for number, source in sorted(self.pairs):
@@ -421,7 +337,7 @@ class HiddenTerm(RowsTerm):
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingTerm(RowsTerm):
+class EmbeddingTerm(Term):
     """Additional loss on embeddings of texts, from a cache: ``weight * embedding_loss(student's, teacher's)``.
 
     The student's last hidden state is pooled as the teacher's was, over the positions of the attention mask. The loss
@@ -437,8 +353,8 @@ class EmbeddingTerm(RowsTerm):
         ShdError: ``argument-value``.
     """
 
-    SUBJECT: ClassVar[str] = "embeddings"
     NAME: ClassVar[str] = "embedding"
+    WEIGHT_NAME: ClassVar[str] = "embedding_weight"
     KEYWORDS: ClassVar[Mapping[str, Any]] = {"output_hidden_states": True}  # where the student has a head
 
     weight: Weight = 1.0

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +30,6 @@ from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.live.online import OnlineSupervision, OnlineTeacher
 from shd_torch.supervision.taught import Taught, unite_layers
-from shd_torch.training import TERMS
 from shd_torch.training.batch import (
     Counter,
     Forward,
@@ -49,12 +49,11 @@ from shd_torch.training.terms import (
     Groups,
     HiddenTerm,
     KdTerm,
-    LossBalancer,
     Measured,
-    RowsTerm,
     Term,
     Weight,
     no_logits,
+    read_weight,
 )
 
 try:
@@ -83,12 +82,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     every rank are dropped.
 
     Logged in addition to ``loss``, over all ranks, as means over the steps since the last log: ``base_loss``;
-    ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch, with the balancer's
-    scale) and ``clipped_alphas`` (share of merge weights outside [0, 1]); ``kd_loss`` (before its weight) and
-    ``kd_weight``; ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; ``embedding_loss`` and
-    ``embedding_weight``; and ``wait_seconds`` (per step, for data). Where evaluation measures the terms (a student
-    without a loss of its own), that on embeddings logs ``eval_spearman`` and ``eval_neighbours`` of
-    ``compare_embeddings``, of the student's own embeddings of at most 2048 texts on each rank, the first ones.
+    ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch) and
+    ``clipped_alphas`` (share of merge weights outside [0, 1]); ``kd_loss`` (before its weight) and ``kd_weight``;
+    ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; ``embedding_loss`` and ``embedding_weight``; and
+    ``wait_seconds`` (per step, for data). Where evaluation measures the terms (a student without a loss of its own),
+    that on embeddings logs ``eval_spearman`` and ``eval_neighbours`` of ``compare_embeddings``, of the student's own
+    embeddings of at most 2048 texts on each rank, the first ones.
 
     Args:
         *args: as for ``transformers.Trainer``.
@@ -101,12 +100,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             can avoid them with ``linear_kd_loss``.
         hidden: the term on hidden states, or None. The student is called with ``output_hidden_states=True``.
         embeddings: the term on embeddings of texts, or None; from a cache alone.
-        terms: further terms by the subject of a form (``shd_torch.training.TERMS``): the term, or its weight.
+        terms: further ones of your own (``shd_torch.training.Term``).
         teacher: live teachers (callables that return the same as ``OnlineTeacher``), which see every batch without
             its labels; or None if ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream`` with a cache.
             Several are averaged, each term over the teachers that provide its targets.
-        balancer: scales the attention term to a fraction of the base loss before beta, per micro-batch over all
-            ranks; requires a base loss.
         kl: keywords of ``attention_kl``: ``temperature``, T_a of both maps; ``backend``, ``value``, ``support``,
             ``product_dtype``; and ``check``, which is on at the first step only, unless given, for all terms.
         groups: for a student with fewer tokens than its teacher: which token each of the teacher's is part of, as for
@@ -129,9 +126,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         kd: KdTerm | None = None,
         hidden: HiddenTerm | None = None,
         embeddings: EmbeddingTerm | None = None,
-        terms: Mapping[str, Weight | RowsTerm] | None = None,
+        terms: Sequence[Term] = (),
         teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
-        balancer: LossBalancer | None = None,
         kl: AttentionKeywords | None = None,
         groups: Groups | None = None,
         **kwargs: Any,
@@ -141,12 +137,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if not torch.accelerator.is_available():
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, of which PyTorch warns
         self.kl = AttentionKeywords(**(kl or {}))
-        self.attention = None if beta is None else AttentionTerm(beta, balancer, self.kl, groups)
-        self.terms: list[RowsTerm] = [term for term in (kd, hidden, embeddings) if term is not None]
-        self.terms += _read_terms(terms or {})
+        self.attention = None if beta is None else AttentionTerm(beta, self.kl, groups)
+        self.terms: list[Term] = [t for t in (self.attention, kd, hidden, embeddings, *terms) if t is not None]
         self.recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
-        has_term = bool(self.terms) or not (self.attention is None and self.recipe is None)
-        need(has_term, "argument-value", "SHDTrainer", "have a term: beta, recipe, kd, hidden or embeddings", "none")
+        has_term = bool(self.terms) or self.recipe is not None
+        rule = "have a term: beta, recipe, kd, hidden or embeddings"
+        need(has_term, "argument-value", "SHDTrainer", rule, "none")
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
         devices = f"{self.args.n_gpu} devices in one process (DataParallel)"
         remedy = "start it with torchrun or accelerate"
@@ -169,9 +165,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             )
         else:
             # A recipe of labels alone is a baseline.
-            taught = (
-                bool(self.terms) or self.attention is not None or self.recipe is None or self.recipe.kind.is_taught
-            )
+            taught = bool(self.terms) or self.recipe is None or self.recipe.kind.is_taught
             rule = "be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher"
             need(not taught or bool(self.teachers), "argument-value", "train_dataset", rule, "neither")
         if self.eval_dataset is not None and self.args.eval_strategy != "no":
@@ -366,37 +360,38 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         is_whole = not model.training or self._is_scaled(num_items_in_batch)
         parts = 1 if is_whole else self.current_gradient_accumulation_steps
         record = self._record if model.training and self._record is not None else StepRecord(0)
+        weigh = partial(self._weigh, record, forward)
+        losses: list[Tensor] = []
         if self._base is not None:
-            losses = [self._add_base(record, forward, *part) for part in self._base.measure(forward)]
-            base = parts * torch.stack(losses).sum()
-        own = None if base is None else base / parts
-        terms: list[Term] = [*([] if self.attention is None else [self.attention]), *self.terms]
-        losses = [parts * self._add_term(record, forward, term, own) for term in terms]
-        loss = torch.stack(losses if base is None else [base, *losses]).sum()
-        if own is not None:
-            record.add({"base_loss": own})
+            for name, weight, measured in self._base.measure(forward):
+                losses.append(parts * weigh(measured, name, f"{name}_weight", weight))
+            base = torch.stack(losses).sum()
+        elif base is not None:
+            losses = [base]
+        progress = self.state.global_step / max(self.state.max_steps, 1)
+        for term in self.terms:
+            weighed = weigh(term.measure(forward), term.NAME, term.WEIGHT_NAME, read_weight(term.weight)(progress))
+            losses.append(parts * weighed)
+        loss = torch.stack(losses).sum()
+        if base is not None:
+            record.add({"base_loss": base / parts})
         if self.attention is not None:
             record.count_alphas(batch.tallies.get(Attention.SUBJECT), online, count_positions(batch))
         return (loss, outputs) if return_outputs else loss
 
-    def _add_base(self, record: StepRecord, forward: Forward, name: str, weight: float, measured: Measured) -> Tensor:
-        value = forward.share(measured.counter) * measured.losses[""]
-        record.add({f"{name}_loss": value}, {f"{name}_weight": torch.tensor(weight)})
-        return weight * value
-
-    def _add_term(self, record: StepRecord, forward: Forward, term: Term, base: Tensor | None) -> Tensor:
-        """A term, weighed, as its part of the whole step's loss."""
-        measured = term.measure(forward)
+    def _weigh(
+        self, record: StepRecord, forward: Forward, measured: Measured, name: str, weight_name: str, weight: float
+    ) -> Tensor:
+        """A term times its weight, as its part of the whole step's loss."""
         share = forward.share(measured.counter)
-        losses = {f"{term.NAME}_loss{end}": share * loss for end, loss in measured.losses.items()}
+        losses = {f"{name}_loss{end}": share * loss for end, loss in measured.losses.items()}
         value = torch.stack(list(losses.values())).sum()
-        weight = torch.as_tensor(term.weigh(self.state.global_step / max(self.state.max_steps, 1), value, base))
-        record.add(losses | {f"{term.NAME}_loss": value}, {term.weight_name: weight})
+        record.add(losses | {f"{name}_loss": value}, {weight_name: torch.tensor(weight)})
         return weight * value
 
     def _count(self, batches: Sequence[Mapping[str, Any]]) -> dict[Counter, int]:
         taken = [MicroBatch.of(batch, has_decoder=self._has_decoder) for batch in batches]
-        terms = [term for term in (self.attention, self._base, *self.terms) if term is not None]
+        terms = [term for term in (self._base, *self.terms) if term is not None]
         counters: list[Counter] = [count_samples, *(term.count for term in terms)]
         return {counter: sum(map(counter, taken)) for counter in counters}
 
@@ -548,12 +543,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 def _for_sampler(dataset: Any) -> Any:
     """Supervised data as the base class's samplers take them: by ``train_sampling_strategy`` they look at lengths."""
     return leave_samples(dataset, "train_dataset") if isinstance(dataset, SupervisedDataset) else dataset
-
-
-def _read_terms(terms: Mapping[str, Weight | RowsTerm]) -> list[RowsTerm]:
-    unknown = sorted(terms.keys() - TERMS.keys())
-    need(not unknown, "argument-value", "terms", f"be of {', '.join(TERMS)}", ", ".join(unknown))
-    return [term if isinstance(term, RowsTerm) else TERMS[name](weight=term) for name, term in terms.items()]
 
 
 def _count_attention(config: Any) -> int | None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from shd_torch import HiddenTerm, KdTerm, LossBalancer, OnlineTeacher, SHDTrainer, SupervisedDataset, SupervisedStream
+from shd_torch import HiddenTerm, KdTerm, OnlineTeacher, SHDTrainer, SupervisedDataset, SupervisedStream
 from support.binding.ranks import process_group
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, weights
 
 RANKS = 2
 BATCH = 4  # samples of a step, however many processes make it
-WAYS = ("whole", "accumulated", "uneven", "balanced", "live", "stream", "stream-accumulated", "stream-leftover")
+WAYS = ("whole", "accumulated", "uneven", "live", "stream", "stream-accumulated", "stream-leftover")
 WAYS += ("terms", "terms-accumulated")  # on logits and, through projectors, on hidden states
 
 
@@ -38,8 +38,6 @@ def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
         wide = make_model(4, seed=1, width=24)
         train, given["teacher"] = samples, OnlineTeacher(wide, 2, 2, hidden_layers=[1])
         given |= {"kd": KdTerm(rows="next_labels"), "hidden": HiddenTerm([(1, 1)])}
-    if way == "balanced":
-        given["balancer"] = LossBalancer(0.5)
     arguments = {
         "max_steps": 3,
         "logging_steps": 3,

@@ -286,15 +286,12 @@ def test_a_student_may_teach_itself() -> None:
     ("changes", "code", "message"),
     [
         ({"num_student_heads": -1}, "argument-value", "num_student_heads must be an integer of at least 1; got -1"),
-        ({"layer_map": 0}, "layers-invalid", "layer_map must be .*; got 0"),
-        ({"layer_map": [(0,)]}, "layers-invalid", "layer_map must be"),
-        ({"layer_map": [(0, -1)]}, "layers-invalid", "layer_map must be"),
-        ({"layer_map": [(0, 0), (0, 1)]}, "layers-invalid", "layer_map must be"),
+        ({"layer_map": 0}, "layers-invalid", "at least 1; got 0"),
+        ({"layer_map": [(0, -1)]}, "layers-invalid", "pairs must lie in"),
+        ({"layer_map": [(0, 0), (0, 1)]}, "layers-invalid", "student layer 0 once"),
         ({"plan": "random"}, "argument-value", "plan must be one of"),
         ({"plan": [[(0, 0)]]}, "plan-invalid", "got 0 twice"),
-        ({"plan": [1]}, "plan-invalid", "plan must be rounds"),
         ({"strategy": "best"}, "argument-value", "strategy must be one of"),
-        ({"alpha_rule": "best"}, "argument-value", "alpha_rule must be one of"),
         ({"output_projections": {"0": torch.ones(2, 2)}}, "argument-value", "layers of output_projections must be"),
         ({"output_projections": {0: torch.ones(2)}}, "argument-shape", r"output_projections\[0\] must have 2 axes"),
         ({"model": print}, "argument-value", "model must be a torch.nn.Module"),
@@ -312,7 +309,6 @@ def test_what_does_not_fit_is_refused() -> None:
         ((NUM_HEADS + 1, 2), "heads-exceed"),
         ((2, 3), "layers-invalid"),
         ((2, [(0, 2)]), "layers-invalid"),
-        ((2, [(0, 0), (0, 1)]), "layers-invalid"),
     ):
         with refusal(code):
             OnlineTeacher(PlainViT(), *arguments)(images)

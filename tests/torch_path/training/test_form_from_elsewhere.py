@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.binding.trainer_cases import export, make_samples, make_trainer, pad, trained
+from support.binding.trainer_cases import export, make_samples, pad, trained
 from support.makers import contents
-from support.refusals import refusal
 from support.students import precompute
 from torch import Tensor
 
-from shd_ref import ShdError
 from shd_ref.cache import FORMS, U8, CacheReader, Part, RowError, list_cache, merge_caches, verify_cache
 from shd_ref.cache.forms.rows import RowCodec, Rows
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
@@ -23,8 +21,8 @@ from shd_ref.teacher.precompute.forms import MAKERS
 from shd_ref.teacher.precompute.forms.rows import RowsMaker
 from shd_torch import SupervisedDataset
 from shd_torch.supervision.taught import Taught
-from shd_torch.training import TERMS, RowsTerm
-from shd_torch.training.batch import Forward, every_row
+from shd_torch.training import Term
+from shd_torch.training.batch import Forward, MicroBatch, every_row
 from shd_torch.training.terms import Measured
 
 OPTIONS = PrecomputeOptions(form="none", logits="float16")
@@ -83,10 +81,13 @@ class EntropyMaker(RowsMaker[Entropies]):
 
 
 @dataclass(frozen=True)
-class EntropyTerm(RowsTerm):
-    SUBJECT: ClassVar[str] = "entropy"
+class EntropyTerm(Term):
     NAME: ClassVar[str] = "entropy"
+    WEIGHT_NAME: ClassVar[str] = "entropy_weight"
     weight: Any = 1.0
+
+    def count(self, batch: MicroBatch) -> int:
+        return batch.count(every_row)
 
     def measure(self, forward: Forward) -> Measured:
         own = entropies(forward.outputs.logits)
@@ -109,9 +110,9 @@ def entropies(logits: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def entered() -> Iterator[None]:
     FORMS.append(Entropies)
-    MAKERS[Entropies], TERMS["entropy"] = EntropyMaker(), EntropyTerm
+    MAKERS[Entropies] = EntropyMaker()
     yield
-    del FORMS[-1], MAKERS[Entropies], TERMS["entropy"]
+    del FORMS[-1], MAKERS[Entropies]
 
 
 def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Path) -> None:
@@ -146,19 +147,7 @@ def test_a_form_from_elsewhere_goes_from_the_graph_to_the_gradient(tmp_path: Pat
     arguments = {"max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 0.5}
     losses = []
     for weight in (0.0, 30.0):
-        trainer = trained(tmp_path / "out", train=joined, terms={"entropy": weight}, arguments=arguments)
+        trainer = trained(tmp_path / "out", train=joined, terms=[EntropyTerm(weight)], arguments=arguments)
         losses.append([step["entropy_loss"] for step in trainer.state.log_history if "entropy_loss" in step])
     assert len(losses[0]) == 8
     assert losses[1][-1] < losses[0][-1] / 4  # without it the labels draw entropies away from the teacher's
-    with pytest.raises(ShdError, match="terms must be of logits, hidden, embeddings, exact, entropy; got other"):
-        make_trainer(tmp_path / "out", train=joined, terms={"other": 1.0})
-
-
-def test_a_cache_without_it_cannot_teach_it(tmp_path: Path) -> None:
-    export(tmp_path)
-    arrays = {name: value.numpy() for name, value in pad(make_samples()).items() if name != "labels"}
-    maker = MAKERS.pop(Entropies)
-    precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "plain", OPTIONS, RunOptions(num_threads=1))
-    MAKERS[Entropies] = maker
-    with refusal("cache-mismatch", "entropy must have entropy in"):
-        make_trainer(tmp_path, train=SupervisedDataset(make_samples(), tmp_path / "plain"), terms={"entropy": 1.0})

@@ -10,8 +10,7 @@ from support.binding.trainer_cases import make_model, make_samples, make_trainer
 from support.refusals import refusal
 
 from shd_torch import BetaSchedule, OnlineTeacher, ShdError, capture_attention, hidden_loss, kd_loss, layer_kls
-from shd_torch.kd import ExactTargets, TeacherHead, kd_targets_topk, mean_logits
-from shd_torch.live import LiveTargets
+from shd_torch.kd import ExactTargets, TeacherHead, kd_targets_topk
 from shd_torch.training import HiddenTerm, KdTerm
 
 WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8}
@@ -67,73 +66,27 @@ def test_a_step_is_what_the_formula_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("averaged", ["losses", "logits"])
-def test_two_teachers_are_averaged(averaged: str, tmp_path: Path) -> None:
+def test_two_teachers_are_averaged(tmp_path: Path) -> None:
     trainer = trained(
-        tmp_path,
-        train=make_samples(),
-        teacher=[live(1), live(5)],
-        kd=KdTerm(temperature=1.5, teachers=averaged),
-        arguments=WHOLE,
+        tmp_path, train=make_samples(), teacher=[live(1), live(5)], kd=KdTerm(temperature=1.5), arguments=WHOLE
     )
     student, batch = make_model(2, seed=2), pad(make_samples())
     mask = batch["attention_mask"].bool()
     with torch.no_grad():
         logits = [make_model(4, seed=seed).eval()(**batch).logits for seed in (1, 5)]
     own = student(**batch)
-    targets = logits if averaged == "losses" else [mean_logits(logits)]
-    terms = [kd_loss(each, own.logits, temperature=1.5, loss_mask=mask) for each in targets]
+    terms = [kd_loss(each, own.logits, temperature=1.5, loss_mask=mask) for each in logits]
     assert_same(weights(trainer), stepped(student, own.loss + torch.stack(terms).mean()))
     logged = trainer.state.log_history[0]
     assert not {"shd_loss", "beta", "clipped_alphas"} & set(logged)  # no term on attention was asked for
 
 
-def test_a_live_teacher_keeps_what_a_cache_would(tmp_path: Path) -> None:
-    batch = pad(make_samples())
-    seen = {name: value for name, value in batch.items() if name != "labels"}
-    with torch.no_grad():
-        logits = make_model(4, seed=1).eval()(**seen).logits
-    topk = live(targets=LiveTargets(head=5, temperature=2.0), hidden_layers=[2, 0])(**seen)
-    wanted = kd_targets_topk(logits, 5, temperature=2.0)
-    for got, expected in zip(topk.targets()[:3], wanted[:3], strict=True):
-        torch.testing.assert_close(got, expected)
-    assert topk.output.logits is None
-    assert topk.output.hidden_states is None
-    assert list(topk.hidden_states()) == [0, 2]
-    whole = live()(**seen)
-    assert whole.targets() is whole.output.logits  # no copy
-
-
-def test_a_padded_vocabulary_is_cut_where_it_is_padding(tmp_path: Path) -> None:
-    class Padded(torch.nn.Module):
-        def __init__(self, far: float) -> None:
-            super().__init__()
-            self.inside, self.far = make_model(4, seed=1).eval(), far
-
-        def forward(self, **inputs: Any) -> torch.Tensor:
-            logits = self.inside(**inputs).logits
-            return torch.cat((logits, logits.new_full((*logits.shape[:-1], 2), self.far)), -1)
-
+def test_a_live_teacher_lets_go_of_what_it_has_read() -> None:
     seen = {name: value for name, value in pad(make_samples()).items() if name != "labels"}
-    for head in (None, 4):
-        cut = LiveTargets(vocab_size=30, head=head)
-        targets = OnlineTeacher(Padded(-1e4), 2, 2, targets=cut)(**seen).targets()
-        wanted = live(targets=LiveTargets(head=head))(**seen).targets()
-        for got, expected in zip(*([each] if head is None else each[:3] for each in (targets, wanted)), strict=True):
-            torch.testing.assert_close(got, expected)
-        with refusal("argument-value", "vocab_size must cut padding alone"):
-            OnlineTeacher(Padded(0.0), 2, 2, targets=cut)(**seen)
-
-
-def test_a_term_by_its_subject_is_one_like_any_other(tmp_path: Path) -> None:
-    """On hidden states it gets projectors, and without pairs it says so; one that nothing teaches is refused."""
-    wide = OnlineTeacher(make_model(4, seed=1, width=24), 2, 2, hidden_layers=[1])
-    trainer = make_trainer(tmp_path, train=make_samples(), teacher=wide, terms={"hidden": HiddenTerm([(1, 1)])})
-    assert [tuple(weight.shape) for weight in trainer.projectors.parameters()] == [(24, 16), (24,)]
-    with refusal("layers-invalid", r"pairs must be .*; got \(\)"):
-        make_trainer(tmp_path, train=make_samples(), teacher=wide, terms={"hidden": 1.0})
-    with refusal("argument-value", "terms must be of logits, hidden, embeddings, exact; got attention"):
-        make_trainer(tmp_path, train=make_samples(), teacher=wide, terms={"attention": 1.0})
+    taught = live(hidden_layers=[2, 0])(**seen)
+    assert taught.output.hidden_states is None
+    assert list(taught.hidden_states()) == [0, 2]
+    assert taught.targets() is taught.output.logits  # no copy
 
 
 @pytest.mark.slow
@@ -199,9 +152,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         return caught.value
 
     assert "must have a term" in str(refusal())
-    kept = live(targets=LiveTargets(head=4, temperature=2.0))
-    assert "temperature must be 2, that of the targets" in str(refusal(teacher=kept, kd=KdTerm(temperature=1.0)))
-    assert "truncated mean" in str(refusal(teacher=[kept, live()], kd=KdTerm(teachers="logits")))
     assert "hidden_layers=(1,)" in str(refusal(hidden=HiddenTerm([(2, 1)])))
     unlabelled = [{k: v for k, v in sample.items() if k != "labels"} for sample in make_samples()]
     without = refusal(
@@ -220,9 +170,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         lambda: HiddenTerm([]),
         lambda: HiddenTerm([(1, 1), (1, 2)]),
         lambda: HiddenTerm([(1, 1)], distance="l1"),
-        lambda: LiveTargets(head=0),
-        lambda: LiveTargets(temperature=-1.0),
-        lambda: OnlineTeacher(make_model(4, seed=1), 2, 2, hidden_layers=[-1]),
     ):
         with pytest.raises(ShdError):
             make()

@@ -1,14 +1,13 @@
-"""Beta over the training, and against the base loss."""
+"""Beta over the training."""
 
 import pickle
 import re
 from typing import Any
 
 import pytest
-import torch
 from support.refusals import refusal
 
-from shd_torch import BetaSchedule, LossBalancer
+from shd_torch import BetaSchedule
 
 
 def test_schedules_by_hand() -> None:
@@ -22,15 +21,6 @@ def test_schedules_by_hand() -> None:
     assert pickle.loads(pickle.dumps(cosine)) == cosine
 
 
-def test_balancer_makes_the_term_a_part_of_the_base_loss() -> None:
-    base, term = torch.tensor(-3.0, requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    scale = LossBalancer(0.25).scale(base, term)
-    assert float(scale * term.detach()) == pytest.approx(0.75)
-    assert not scale.requires_grad
-    assert LossBalancer(1.0, limit=10.0).scale(base, torch.tensor(0.0)) == 10.0
-    assert LossBalancer().scale(torch.tensor(0.0), term) == 0.0
-
-
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
@@ -39,8 +29,6 @@ def test_balancer_makes_the_term_a_part_of_the_base_loss() -> None:
         (BetaSchedule, {"peak": 1.0, "kind": "square"}),
         (BetaSchedule, {"peak": 1.0, "warmup": 1.0}),
         (BetaSchedule, {"peak": 1.0, "end": -1.0}),
-        (LossBalancer, {"fraction": 0.0}),
-        (LossBalancer, {"limit": float("inf")}),
     ],
 )
 def test_refuses(make: Any, arguments: dict[str, Any]) -> None:

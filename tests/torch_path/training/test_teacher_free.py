@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_torch import (
     HiddenTerm,
     KdTerm,
-    LiveTargets,
     OnlineTeacher,
     ShdError,
     SupervisedDataset,
@@ -28,27 +28,35 @@ from shd_torch import (
     hidden_loss,
     kd_loss,
 )
+from shd_torch.kd import kd_targets_topk
 
 WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
 TOP = {"logits": "topk", "logits_top": 8, "logits_temperature": 2.0, "logits_bits": 16}
 HIDDEN = {"hidden": (0, 1, 2), "hidden_codec": "float16"}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "topk": ({**TOP, **HIDDEN}, {"head": 8, "temperature": 2.0}),
+    "topk": ({**TOP, **HIDDEN}, {"k": 8, "temperature": 2.0}),
     "float16": ({"logits": "float16", **HIDDEN}, {}),
-    "factored": ({**TOP, **HIDDEN, "form": "factored", "factored_codec": "float16"}, {"head": 8, "temperature": 2.0}),
+    "factored": ({**TOP, **HIDDEN, "form": "factored", "factored_codec": "float16"}, {"k": 8, "temperature": 2.0}),
 }
 """Options of precompute, and what keeps the same classes of a live teacher."""
 
 
-def live(with_teachers: Sequence[torch.nn.Module] = (), **targets: Any) -> OnlineTeacher:
-    return OnlineTeacher(
-        make_model(4, seed=1),
-        2,
-        2,
-        targets=LiveTargets(**targets),
-        hidden_layers=[0, 1, 2],
-        with_teachers=with_teachers,
-    )
+class Truncated(OnlineTeacher):
+    """A live teacher of which the classes that a cache keeps are kept."""
+
+    kept: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        taught = super().__call__(*args, **kwargs)
+        if not self.kept:
+            return taught
+        return replace(taught, logits=kd_targets_topk(taught.logits, **self.kept))
+
+
+def live(with_teachers: Sequence[torch.nn.Module] = (), **kept: Any) -> OnlineTeacher:
+    teacher = Truncated(make_model(4, seed=1), 2, 2, hidden_layers=[0, 1, 2], with_teachers=with_teachers)
+    teacher.kept = kept
+    return teacher
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
-from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained
+from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad
 from support.refusals import refusal
 
-from shd_torch import LossBalancer, SupervisedDataset
+from shd_torch import SupervisedDataset
 from shd_torch.training.batch import SupervisedCollator
 
 
@@ -17,14 +16,6 @@ def test_samples_that_change_after_joining_stop_the_training(trainer_cache: Path
     samples.reverse()
     with refusal("inputs-invalid", "its record"):
         trainer.train()
-
-
-@pytest.mark.slow
-def test_balancer(trainer_cache: Path, tmp_path: Path) -> None:
-    joined = SupervisedDataset(make_samples(), trainer_cache)
-    balanced = trained(tmp_path, train=joined, beta=0.5, balancer=LossBalancer(1.0), arguments={"max_steps": 1})
-    log = balanced.state.log_history[0]
-    assert log["loss"] == pytest.approx(1.5 * log["base_loss"], rel=1e-4)
 
 
 def test_what_is_refused(trainer_cache: Path, tmp_path: Path) -> None:
