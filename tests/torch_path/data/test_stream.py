@@ -1,6 +1,5 @@
 """Streams joined with a cache: every sample once with every loader, and on from where it stopped."""
 
-import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,52 +117,6 @@ def test_a_spawned_worker_knows_its_rank(cache: Path) -> None:
     assert received == [1, 4, 7, 10]
 
 
-def test_goes_on_where_it_stopped(cache: Path) -> None:
-    first = SupervisedStream(Tokens(), cache)
-    pairs = iter(first)
-    seen = [next(pairs)[1].index for _ in range(4)]
-    state = first.state_dict()
-    assert state == {"given": 4, "epoch": 0, "ranks": 1, "workers": 1}
-    second = SupervisedStream(Tokens(), cache)
-    second.load_state_dict(state)
-    assert second.state_dict() == state
-    seen += [record.index for _, record in second]
-    assert seen == list(range(NUM_SAMPLES))
-    assert second.state_dict()["given"] == 0
-    assert len(list(second)) == NUM_SAMPLES  # the pass after it starts at the beginning
-    for wrong in ({}, state | {"given": -1}, state | {"given": 1.5}, state | {"ranks": 0}):
-        with pytest.raises(ShdError, match="'given'"):
-            second.load_state_dict(wrong)
-
-
-def test_a_state_of_other_shares_is_refused(cache: Path) -> None:
-    stream = SupervisedStream(Tokens(), cache)
-    next(iter(stream))
-    state = stream.state_dict()
-    stream.load_state_dict(state)
-    with (
-        as_rank(0, 2),
-        pytest.raises(ShdError, match=r"state must be of as many ranks and workers .*\(2, 1\); got one of \(1, 1\)"),
-    ):
-        iter(stream)
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_what_workers_read_is_not_counted_silently(cache: Path, copied: bool) -> None:
-    stream = SupervisedStream(Tokens(), cache)
-    if copied:
-        stream = copy.deepcopy(stream)
-    assert stream.state_dict()["given"] == 0
-    loader = DataLoader(stream, 2, num_workers=2, collate_fn=stream.collate_with(numbers))
-    batches = iter(loader)
-    next(batches)
-    with refusal("argument-value", "StatefulDataLoader"):
-        stream.state_dict()
-    del batches
-    next(iter(stream))  # read here again
-    assert stream.state_dict()["given"] == 1
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [0, 1, 4, 6])
@@ -207,7 +160,7 @@ def test_what_is_refused(cache: Path) -> None:
 
 
 def test_every_epoch_has_the_order_of_its_data(cache: Path) -> None:
-    """Shuffled streams of Hugging Face datasets, through Accelerate's loader; a pass is resumed in its order."""
+    """Shuffled streams of Hugging Face datasets, through Accelerate's loader."""
     datasets = pytest.importorskip("datasets", reason="streams of Hugging Face need the package datasets")
     accelerate = pytest.importorskip("accelerate", reason="Accelerate's loaders need the package accelerate")
     rows = datasets.Dataset.from_dict(
@@ -237,25 +190,6 @@ def test_every_epoch_has_the_order_of_its_data(cache: Path) -> None:
         loader.set_epoch(epoch)
         assert [number for batch, _ in loader for number in batch] == orders[epoch]
 
-    stream.set_epoch(1)
-    first = iter(stream)
-    begun = [next(first)[1].index for _ in range(4)]
-    state = stream.state_dict()
-    again = SupervisedStream(data, cache, model_inputs=tokens)
-    again.load_state_dict(state)
-    again.set_epoch(1)
-    assert begun + [record.index for _, record in again] == orders[1]
-    # Accelerate sets epoch 0 on a new loader's data, even where another was set before.
-    again.load_state_dict(state)
-    loader = prepare(again)
-    with refusal("argument-value", r"of the epoch that is read now, 0; got one of 1: call set_epoch\(1\)"):
-        next(iter(loader))
-    loader = prepare(again)
-    loader.set_epoch(1)
-    assert begun + [number for batch, _ in loader for number in batch] == orders[1]
-    again.load_state_dict(state | {"given": 0})  # nothing of that order was given out
-    again.set_epoch(0)
-    assert [record.index for _, record in again] == orders[0]
     SupervisedStream(Tokens(), cache).set_epoch(1)  # whose order does not change
 
 
