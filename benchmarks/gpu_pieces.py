@@ -169,7 +169,7 @@ def cached_step(sizes: Sizes, way: str) -> Facts:
     from shd_ref.cache import packed_size
     from shd_torch import attention_kl, capture_attention, kd_loss
     from shd_torch.supervision import Coded
-    from shd_torch.supervision.taught import TopkTargets
+    from shd_torch.supervision.supervision import TopkTargets
 
     shape, (_, _, backend) = (sizes.batch, sizes.lengths[0]), way.rpartition(" ")
     student = make_decoder(sizes, sizes.heads, "eager" if backend == "eager" else "sdpa")

@@ -34,7 +34,7 @@ from shd_torch.capture.taps import RawCall, add_call, is_recording, never_compil
 from shd_torch.checks import check_query_key
 from shd_torch.maps.attention import softmax
 from shd_torch.supervision.mask import AttentionRule, RuleKeywords, is_allowed
-from shd_torch.supervision.taught import Kinds, TaughtLayers
+from shd_torch.supervision.supervision import Kinds, TaughtLayers
 
 
 @dataclass(frozen=True, eq=False)

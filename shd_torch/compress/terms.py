@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shd_torch.capture.outputs import read_logits
 from shd_torch.compress.samples import QUERY
-from shd_torch.supervision.taught import Taught
+from shd_torch.supervision.supervision import Taught
 from shd_torch.training.batch import Forward, MicroBatch, count_samples
 from shd_torch.training.terms import KdTerm, Measured, Term, Weight
 

@@ -19,8 +19,7 @@ from shd_ref.errors import ShdError, need
 from shd_ref.teacher.sources import open_source
 from shd_ref.teacher.sources.text import GROUPS_COLUMN
 from shd_ref.tokens import span_groups
-from shd_torch.supervision.cached import CachedSupervision, pack_records
-from shd_torch.supervision.taught import taught_layers
+from shd_torch.supervision.cached import CachedSupervision, pack_records, taught_layers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 

@@ -349,7 +349,7 @@ class IndexerRequest:
             queries = teacher.queries.detach()[samples, first : first + run, rows].to(dtype)
             key_heads = slice(key_head, key_head + max(1, run * teacher.keys.shape[1] // heads))
             logits, _ = rule.products(queries, teacher.keys.detach()[samples, key_heads, keys].to(dtype))
-            bias = rule.bias(rows, keys, dtype, allowed.device)
+            bias = rule.bias(rows, keys, dtype)
             logits = logits if bias is None else logits.add_(bias.detach())
             logits[..., free:].masked_fill_(blocked, -torch.inf)
             total = logits.logsumexp(-1) if is_weighed else None

@@ -10,7 +10,7 @@ that takes a tail, so none is used.
 from shd_torch.kd.chunks import hidden_loss, kd_loss, linear_kd_loss
 from shd_torch.kd.embeddings import EmbeddingAgreement, compare_embeddings, embedding_loss, pool_states
 from shd_torch.kd.targets import ExactTargets, TeacherHead, kd_targets_topk, mean_logits
-from shd_torch.supervision.taught import TopkTargets
+from shd_torch.supervision.supervision import TopkTargets
 
 __all__ = [
     "EmbeddingAgreement",

@@ -23,7 +23,7 @@ from shd_torch.checks import (
     check_temperature,
 )
 from shd_torch.kd.targets import ExactTargets, check_classes, check_exact, check_logits, cut_teacher, take_tail
-from shd_torch.supervision.taught import TopkTargets
+from shd_torch.supervision.supervision import TopkTargets
 
 Targets: TypeAlias = Tensor | TopkTargets | ExactTargets | Mapping[str, Any]
 

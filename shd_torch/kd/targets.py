@@ -17,7 +17,7 @@ from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_integer
 from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_real, check_shapes, check_temperature, compute_dtype, without_autocast
-from shd_torch.supervision.taught import TopkTargets
+from shd_torch.supervision.supervision import TopkTargets
 
 _ENTRIES = {"cpu": 1 << 22}
 _ENTRIES_OF_A_DEVICE = 1 << 26  # 256 MiB of float32: products large enough for a GPU

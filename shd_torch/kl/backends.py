@@ -120,8 +120,6 @@ def attention_kl(
                 bias gets its gradient, by ``dense``); broadcastable to ``(B, H_s, L, S)``.
             is_causal: row i may attend to keys 0..i.
             window: row i may attend to keys above ``i - window`` and, where not causal, below ``i + window``.
-            alibi_slopes: ``(H_s,)`` or ``(B, H_s)``; ``slope * (j - i)`` is added to the logits. Constants: pass a
-                learned bias as ``attn_mask``.
             softcap: logits are ``softcap * tanh(scale q k^T / softcap)`` before masks and biases.
             loss_mask: boolean ``(B, L)``, True = the row counts; apart from the attention mask.
             temperature: T_a of both maps; for dense supervision, the one it was made with.
@@ -182,12 +180,6 @@ def _prepare(
     """Each layer's request, checked, its penalty, its backend, and its queries and keys with their graph."""
     rule, options = read_keywords(keywords)
     rule.check()
-    if rule.alibi_slopes is not None and rule.alibi_slopes.requires_grad:
-        raise ShdError(
-            "argument-value",
-            "alibi_slopes must not require a gradient, as none is computed for them; got a tensor that does: add "
-            "slope * (j - i) to attn_mask, or detach them",
-        )
     triples = _match(student_q, student_k, supervision)
     num_maps = sum(q.shape[1] for q, _, _ in triples if q.ndim > 1)
     beta = float(options.beta) / (num_maps if options.reduction == "mean" else 1)

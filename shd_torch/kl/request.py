@@ -178,8 +178,8 @@ def make_request(
     supervision.check_temperature(options.temperature)
     supervision, loss_mask = _place(supervision, queries, options, layer)
     rule = rule.fit(queries, keys)
-    if options.check:
-        _check_added(rule, layer)
+    if options.check and rule.attn_mask is not None and rule.attn_mask.dtype != torch.bool:
+        check_real(rule.attn_mask.detach(), "attn_mask", check=True, allow_minus_inf=True, layer=layer)
     wants_bias_gradient = torch.is_grad_enabled() and rule.attn_mask is not None and rule.attn_mask.requires_grad
     wants_gradient = wants_bias_gradient or (
         torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)
@@ -224,14 +224,6 @@ def _place(
     return supervision if loss_mask is None else supervision.drop_rows(loss_mask), loss_mask
 
 
-def _check_added(rule: AttentionRule, layer: int) -> None:
-    added = rule.attn_mask
-    if added is not None and added.dtype != torch.bool:
-        check_real(added.detach(), "attn_mask", check=True, allow_minus_inf=True, layer=layer)
-    if rule.alibi_slopes is not None:
-        check_real(rule.alibi_slopes, "alibi_slopes", check=True, layer=layer)
-
-
 def _weigh(request: KlRequest, counted: Tensor, beta: float) -> tuple[KlRequest, Tensor]:
     """The request with its rows weighed, its queries cleared where they do not count, and the penalty."""
     _, _, rows, keys = request.shape
@@ -267,7 +259,8 @@ def check_support(request: KlRequest, layer: int) -> None:
         allowed = request.rule.narrow(samples).allowed(rows, everywhere, request.weights.device)
         if allowed is None:
             continue
-        wrong = tile.has_mass(rows, everywhere) & ~allowed & (request.weights[samples, :, rows, None] != 0)
+        mass = tile.probs(rows, everywhere, temperature=request.temperature) != 0
+        wrong = mass & ~allowed & (request.weights[samples, :, rows, None] != 0)
         if wrong.any():
             b, h, i, j = (int(index) for index in wrong.nonzero()[0])
             raise ShdError(
@@ -281,10 +274,8 @@ def check_support(request: KlRequest, layer: int) -> None:
 
 def _may_differ(request: KlRequest) -> bool:
     student, teacher = request.rule, getattr(request.supervision, "rule", None)
-    if student.is_structural and not student.is_causal and student.window is None:
-        return False
-    if not isinstance(teacher, AttentionRule) or not student.is_structural:
-        return True
+    if student.attn_mask is not None or not isinstance(teacher, AttentionRule):
+        return student.attn_mask is not None or student.is_causal or student.window is not None
     return (student.is_causal and not teacher.is_causal) or (
         student.window is not None and (teacher.window is None or teacher.window > student.window)
     )

@@ -19,7 +19,8 @@ from torch import Tensor
 from shd_torch.kl.dense import weighted_kl
 from shd_torch.kl.gradient import KlResult
 from shd_torch.kl.request import KlRequest
-from shd_torch.supervision.fused import MapFactors, attend_both_ways, center_keys, expand_heads, sum_heads
+from shd_torch.supervision.factored import MapFactors, attend_both_ways, center_keys
+from shd_torch.supervision.mask import expand_heads, sum_heads
 
 _SAMPLE_ROWS = 16
 

@@ -75,7 +75,7 @@ def _logits_reason(request: KlRequest) -> str | None:
         if rule.softcap is not None:
             return f"its logits are products alone, and the {side} has a soft cap"
         if rule.is_biased:
-            return f"its logits are products alone, and the {side} has an added mask or ALiBi"
+            return f"its logits are products alone, and the {side} has an added mask"
     return None
 
 

@@ -31,8 +31,7 @@ from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.maps.loss import REDUCTIONS
 from shd_torch.maps.mixing import STRATEGIES
 from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.supervision import pool_supervision
-from shd_torch.supervision.taught import Length, Taught, TaughtLayers
+from shd_torch.supervision.supervision import Length, Taught, TaughtLayers, pool_supervision
 
 Rounds: TypeAlias = Iterable[Iterable[Sequence[int]]]
 

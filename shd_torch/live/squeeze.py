@@ -18,7 +18,7 @@ from shd_torch.maps.alpha import AlphaSolution, constant_alphas
 from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair, split_projection
 from shd_torch.maps.mixing import STRATEGIES, SqueezeReport, compose_rounds, relative_error, report_squeeze
 from shd_torch.supervision.factored import Factored
-from shd_torch.supervision.fused import expand_heads
+from shd_torch.supervision.mask import expand_heads
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from shd_torch.checks import INTEGERS, REALS, check_dtype, check_real, check_sha
 from shd_torch.kd import TopkTargets, kd_loss
 from shd_torch.kd.targets import check_logits
 from shd_torch.live.online import LayerKeywords, OnlineSupervision, layer_kls
-from shd_torch.supervision.taught import Taught
+from shd_torch.supervision.supervision import Taught
 
 
 class Term(NamedTuple):

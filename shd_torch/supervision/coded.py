@@ -13,7 +13,7 @@ from torch import Tensor
 from shd_ref.cache import code_bits, packed_size
 from shd_ref.errors import ShdError
 from shd_torch.checks import check_probs
-from shd_torch.supervision.supervision import ALL, Supervision, tile_entries
+from shd_torch.supervision.supervision import ALL, Supervision
 
 # Power of a code, and what code 1 stands for once it is raised (CACHE-115, CACHE-118).
 _LAWS: dict[str, tuple[int, float]] = {"sqrt8-row": (2, 0.75), "u4": (3, 0.84375)}
@@ -81,31 +81,14 @@ class Coded(Supervision):
         tile = decode_codes(self.codec, self._tile(rows, keys, torch.float32))
         return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
 
-    def has_mass(self, rows: slice, keys: slice) -> Tensor:
-        return self._tile(rows, keys, torch.float32 if self.codec == "float32" else torch.uint8) != 0
-
     def mass(self) -> Tensor:
-        result = torch.zeros(self.shape[:3], device=self.device)
-        for part in self._parts:
-            together = part.samples.stop - part.samples.start
-            height = max(1, tile_entries(self.device) // (together * self.num_student_heads * part.num_keys))
-            for top in range(0, part.length, height):
-                bottom = min(top + height, part.length)
-                result[part.samples, :, top:bottom] = self._sum_rows(part, top, bottom)
-        return result
-
-    def _sum_rows(self, part: _Part, top: int, bottom: int) -> Tensor:
-        """What some rows of a part sum to, ``(samples, H_s, R)``."""
-        codes = self._read_rows(part, top, bottom)
-        if self.support == "full":
-            square = codes.view(*codes.shape[:2], bottom - top, part.num_keys)
-            # Codes of float32 are stored as they were, not made to sum to one.
-            return square.sum(-1) if self.codec == "float32" else (square != 0).any(-1).float()
-        if self.codec == "float32":
-            return torch.stack([row.sum(-1) for row in torch.split(codes, list(range(top + 1, bottom + 1)), -1)], -1)
-        ends = torch.arange(top + 1, bottom + 1, device=codes.device)
-        counts = (codes != 0).cumsum(-1, dtype=torch.int32)[..., ends * (ends + 1) // 2 - _triangle(top) - 1]
-        return (counts.diff(dim=-1, prepend=torch.zeros_like(counts[..., :1])) > 0).float()
+        # Codes of float32 are stored as they were, not made to sum to one; other rows have mass where any code has.
+        numbers = self.codec == "float32"
+        sums = torch.zeros(self.shape[:3], device=self.device)
+        for subset, samples, rows in self.tiles():
+            tile = subset._tile(rows, subset.key_range(rows), torch.float32 if numbers else torch.uint8)
+            sums[samples, :, rows] = tile.sum(-1) if numbers else (tile != 0).any(-1).float()
+        return sums
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
         # Only codes that are numbers themselves can be NaN.

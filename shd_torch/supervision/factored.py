@@ -1,20 +1,27 @@
-"""Supervision without maps: the teacher's queries and keys, and the mixing matrix."""
+"""Supervision without maps: the teacher's queries and keys, and the mixing matrix.
+
+Its products with vectors come from PyTorch's fused attention, at the end of this file, so that no map is ever formed:
+``A v`` is fused attention with ``v`` as values, and ``A^T y`` the gradient that it gives to its values.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, Unpack
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention  # by name: a model's may be replaced, this one is not
 
 from shd_ref.errors import ShdError
 from shd_ref.tolerances import row_sum_tolerance
 from shd_torch.checks import check_query_key, check_real, compute_dtype, without_autocast
 from shd_torch.maps.attention import temper
 from shd_torch.maps.mixing import check_convex
-from shd_torch.supervision.fused import MapFactors, attend, attend_both_ways, center_keys, expand_heads
-from shd_torch.supervision.mask import AttentionRule, RuleKeywords
+from shd_torch.supervision.mask import CHUNK, AttentionRule, RuleKeywords, expand_heads
 from shd_torch.supervision.supervision import ALL, Supervision
 
 
@@ -128,16 +135,6 @@ class Factored(Supervision):
             merged[:, head].addcmul_(members[:, member], weights[:, number, :, None])
         return merged
 
-    def has_mass(self, rows: slice, keys: slice) -> Tensor:
-        students, teachers = self.pair_heads
-        weights = self.pair_weights if self.pair_weights.shape[2] == 1 else self.pair_weights[..., rows]
-        taught = weights[..., None] != 0  # (B, pairs, 1 or R, 1)
-        allowed = self.rule.narrow(heads=teachers).allowed(rows, keys, self.device)
-        if allowed is not None:
-            taught = taught & allowed
-        counts = taught.new_zeros((self.shape[0], self.num_heads, *taught.shape[2:]), dtype=torch.int32)
-        return counts.index_add_(1, students, taught.int()) > 0
-
     def mass(self) -> Tensor:
         return self._sum_pairs(self.pair_weights).expand(self.shape[:3])
 
@@ -230,3 +227,122 @@ def _check_merging(
     ):
         rule = f"groups must name heads of 0..{heads - 1}, each once, for each of {shape[1]} student heads"
         raise ShdError("argument-value", f"{rule}; got {groups}", "PLAN-6")
+
+
+_FLOAT16_COLUMN = 2.0**15
+"""Half of float16's range: what rounding adds to a sum has room."""
+
+
+class MapFactors(NamedTuple):
+    """Attention maps ``softmax((scale q k^T + bias) / T)`` that are never formed; without a soft cap."""
+
+    queries: Tensor  # (B, H, L, d)
+    keys: Tensor  # (B, H, S, d), of the same dtype
+    rule: AttentionRule  # fits (B, H, L, S)
+    temperature: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self.rule.scale_for(self.queries.shape[3])
+
+
+def attend(maps: MapFactors, values: Tensor) -> Tensor:
+    """``A v`` ``(B, H, L, d_v)`` in the maps' dtype; rows that may attend to no key hold anything finite."""
+    maps = _with_positive_scale(maps)
+    width, (queries, keys, values) = values.shape[3], _pad(maps.queries, maps.keys, values)
+    parts = []
+    for rows, columns, mask in _calls(maps):
+        inside = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
+        parts.append(_attend_once(*inside, mask, maps.scale / maps.temperature))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[..., :width]
+
+
+def attend_both_ways(maps: MapFactors, values: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor]:
+    """``A v`` in the maps' dtype and ``A^T y`` in float32 or wider, without gradient; see ``attend``.
+
+    ``weighted``, y ``(B, H, L, d_v)``, may be of a wider dtype; it is 0 in rows that may attend to no key.
+    """
+    maps = _with_positive_scale(maps)
+    weighted, unit = _fit_range(weighted, values.dtype)
+    width, (queries, keys, values, weighted) = values.shape[3], _pad(maps.queries, maps.keys, values, weighted)
+    parts, transposed = [], torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
+    for rows, columns, mask in _calls(maps):
+        inside = queries[:, :, rows], keys[:, :, columns]
+        function = partial(_attend_once, *inside, mask=mask, scale=maps.scale / maps.temperature)
+        product, pulled = _result_and_gradient(function, values[:, :, columns], weighted[:, :, rows])
+        transposed[:, :, columns] += pulled
+        parts.append(product)
+    return torch.cat(parts, dim=2)[..., :width], transposed[..., :width] * unit
+
+
+def center_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys ``(B, H, S, d)`` in the dtype of the products, shifted by their mean where they would be rounded.
+
+    A shift of all keys changes no map, and smaller numbers are rounded by less. Keys of as few bits stay as they are:
+    a shift is rounded alike for all small keys, which moves their logits together against a large one's.
+    """
+    if keys.dtype.itemsize <= dtype.itemsize:
+        return keys.to(dtype)
+    return (keys - keys.mean(2, keepdim=True)).to(dtype)
+
+
+def _calls(maps: MapFactors) -> Iterator[tuple[slice, slice, Tensor | bool | None]]:
+    """Rows, keys and mask, or whether they are causal: all rows where that is all there is to say, else a few."""
+    num_rows, num_keys, rule = maps.queries.shape[2], maps.keys.shape[2], maps.rule
+    if rule.attn_mask is None and rule.window is None:
+        yield slice(0, num_rows), slice(0, num_keys), rule.is_causal
+        return
+    for start in range(0, num_rows, CHUNK):
+        rows = slice(start, min(start + CHUNK, num_rows))
+        keys = rule.key_range(rows, num_keys)
+        tile = rule.tile(rows, keys, maps.queries.dtype, maps.queries.device)
+        if tile is not None:
+            tile = (tile / maps.temperature).expand(*tile.shape[:2], rows.stop - start, keys.stop - keys.start)
+        yield rows, keys, tile
+
+
+def _with_positive_scale(maps: MapFactors) -> MapFactors:
+    """The same maps by a scale above 0: fused kernels scale after they mask, where -inf times less does not mask."""
+    if maps.scale > 0:
+        return maps
+    if maps.scale == 0:
+        return maps._replace(queries=torch.zeros_like(maps.queries), rule=replace(maps.rule, scale=1.0))
+    return maps._replace(queries=-maps.queries, rule=replace(maps.rule, scale=-maps.scale))
+
+
+def _attend_once(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | bool | None, scale: float) -> Tensor:
+    tile, is_causal = (None, mask) if isinstance(mask, bool) else (mask, False)
+    with torch.autocast(queries.device.type, enabled=False):
+        return scaled_dot_product_attention(queries, keys, values, tile, is_causal=is_causal, scale=scale)
+
+
+def _result_and_gradient(function: partial[Tensor], values: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor]:
+    """A function of the values, and what takes the gradient ``weighted`` of its result to them."""
+    if torch.compiler.is_compiling():
+        product, pull, *_ = torch.func.vjp(function, values)  # can be compiled in the middle of a forward pass
+        return product, pull(weighted)[0]
+    # The same by automatic differentiation: torch.func would import the compiler, a second and 150 MB.
+    with torch.enable_grad():
+        leaf = values.detach().requires_grad_()
+        product = function(leaf)
+    (transposed,) = torch.autograd.grad(product, leaf, weighted)
+    return product.detach(), transposed
+
+
+def _fit_range(weighted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """y in the dtype of the products, in units in which no column of ``A^T y`` can leave its range.
+
+    Where every row looks at one key, such as a language model's first, ``A^T y`` sums a whole column of y: thousands
+    of rows pass float16's 65504. A power of two for each column costs no precision.
+    """
+    if dtype != torch.float16:
+        return weighted.to(dtype), 1.0
+    most = weighted.abs().sum(2, keepdim=True, dtype=torch.float32)
+    unit = torch.exp2(torch.ceil(torch.log2(most / _FLOAT16_COLUMN)).clamp_(min=0.0))
+    return (weighted / unit).to(dtype), unit
+
+
+def _pad(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one head size, which the fused kernels want; zeros change neither products nor other columns."""
+    size = max(tensor.shape[3] for tensor in tensors)
+    return [tensor if tensor.shape[3] == size else F.pad(tensor, (0, size - tensor.shape[3])) for tensor in tensors]

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.checks import check_attn_mask, compute_dtype, without_autocast
 
@@ -38,7 +38,6 @@ class RuleKeywords(TypedDict, total=False):
     attn_mask: Tensor | None
     is_causal: bool
     window: int | None
-    alibi_slopes: Tensor | None
     scale: float | None
     softcap: float | None
 
@@ -55,7 +54,6 @@ class AttentionRule:
             -inf) marks a key as masked.
         is_causal: row i may attend to keys 0..i only, counted from the first key, as in PyTorch.
         window: row i may attend to keys above ``i - window`` only and, where not causal, below ``i + window``.
-        alibi_slopes: ``(H,)``, ``(1, H)`` or ``(B, H)``; ``slope * (j - i)`` is added to logit (i, j).
         scale: of the products; None for ``1 / sqrt(d)``.
         softcap: bound of the scaled products, above 0; None where there is none.
     """
@@ -63,18 +61,13 @@ class AttentionRule:
     attn_mask: Tensor | None = None
     is_causal: bool = False
     window: int | None = None
-    alibi_slopes: Tensor | None = None
     scale: float | None = None
     softcap: float | None = None
 
     @property
-    def is_structural(self) -> bool:
-        return self.attn_mask is None
-
-    @property
     def is_biased(self) -> bool:
         """Whether anything is added to the logits of keys that may be attended to."""
-        return self.alibi_slopes is not None or (self.attn_mask is not None and self.attn_mask.dtype != torch.bool)
+        return self.attn_mask is not None and self.attn_mask.dtype != torch.bool
 
     def scale_for(self, width: int) -> float:
         return 1.0 / math.sqrt(width) if self.scale is None else float(self.scale)
@@ -89,27 +82,20 @@ class AttentionRule:
             raise ShdError("argument-value", f"window must be an integer of at least 1; got {self.window!r}")
         if not isinstance(self.is_causal, bool):
             raise ShdError("argument-value", f"is_causal must be True or False; got {self.is_causal!r}")
-        for name, tensor in (("attn_mask", self.attn_mask), ("alibi_slopes", self.alibi_slopes)):
-            if tensor is not None and not isinstance(tensor, Tensor):
-                raise ShdError("argument-dtype", f"{name} must be a tensor or None; got {type(tensor).__name__}")
+        is_mask, got = isinstance(self.attn_mask, Tensor | None), type(self.attn_mask).__name__
+        need(is_mask, "argument-dtype", "attn_mask", "be a tensor or None", got)
 
     def fit(self, queries: Tensor, keys: Tensor) -> AttentionRule:
-        """The rule with tensors of four axes on the queries' device, checked against queries and keys.
+        """The rule with a mask of four axes on the queries' device, checked against queries and keys.
 
         That queries ``(B, H, L, d)`` and keys ``(B, H_kv, S, d)`` fit is checked already (``check_query_key``).
         """
         self.check()
-        shape, device = (*queries.shape[:3], keys.shape[2]), queries.device
-        mask, slopes = self.attn_mask, self.alibi_slopes
-        if mask is not None:
-            check_attn_mask(mask, shape, may_add=True)
-            mask = mask.to(device).reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-        if slopes is not None:
-            if not slopes.is_floating_point() or tuple(slopes.shape) not in ((shape[1],), (1, shape[1]), shape[:2]):
-                rule = f"alibi_slopes must be floating point of shape (H,) or (B, H) with B={shape[0]}, H={shape[1]}"
-                raise ShdError("argument-shape", f"{rule}; got {slopes.dtype} {tuple(slopes.shape)}")
-            slopes = slopes.detach().to(device).reshape(-1, shape[1])
-        return replace(self, attn_mask=mask, alibi_slopes=slopes)
+        mask = self.attn_mask
+        if mask is None:
+            return self
+        check_attn_mask(mask, (*queries.shape[:3], keys.shape[2]), may_add=True)
+        return replace(self, attn_mask=mask.to(queries.device).reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)))
 
     @without_autocast
     def logits(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -128,7 +114,7 @@ class AttentionRule:
         rule, dtype = self.fit(queries, keys), compute_dtype(queries, keys)
         logits, _ = rule.products(queries.to(dtype), keys.to(dtype))
         rows, columns = slice(0, queries.shape[2]), slice(0, keys.shape[2])
-        bias, allowed = rule.bias(rows, columns, dtype, logits.device), rule.allowed(rows, columns, logits.device)
+        bias, allowed = rule.bias(rows, columns, dtype), rule.allowed(rows, columns, logits.device)
         logits = logits if bias is None else logits + bias
         return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
@@ -152,14 +138,11 @@ class AttentionRule:
 
     def narrow(self, samples: slice = slice(None), heads: Tensor | None = None) -> AttentionRule:
         """The rule of some samples, and of the heads that an index names."""
-        parts = []
-        for tensor in (self.attn_mask, self.alibi_slopes):
-            if tensor is not None and tensor.shape[0] > 1:
-                tensor = tensor[samples]
-            if tensor is not None and heads is not None and tensor.shape[1] > 1:
-                tensor = tensor[:, heads]
-            parts.append(tensor)
-        return replace(self, attn_mask=parts[0], alibi_slopes=parts[1])
+        mask = self.attn_mask
+        if mask is None:
+            return self
+        mask = mask[samples] if mask.shape[0] > 1 else mask
+        return replace(self, attn_mask=mask if heads is None or mask.shape[1] == 1 else mask[:, heads])
 
     def key_range(self, rows: slice, num_keys: int) -> slice:
         first, end = 0, num_keys
@@ -188,18 +171,12 @@ class AttentionRule:
             allowed = mask if allowed is None else allowed & mask
         return allowed
 
-    def bias(self, rows: slice, keys: slice, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def bias(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor | None:
         """What is added to the logits of a tile, 0 where an added mask masks a key; None for nothing."""
-        bias = None
-        if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
-            mask = self._cut(self.attn_mask, rows, keys)
-            bias = mask.to(dtype).masked_fill(~is_allowed(mask), 0.0)
-        if self.alibi_slopes is not None:
-            i = torch.arange(rows.start, rows.stop, device=device, dtype=dtype).reshape(-1, 1)
-            j = torch.arange(keys.start, keys.stop, device=device, dtype=dtype)
-            slope = self.alibi_slopes.to(dtype)[..., None, None] * (j - i)
-            bias = slope if bias is None else bias + slope
-        return bias
+        if self.attn_mask is None or self.attn_mask.dtype == torch.bool:
+            return None
+        mask = self._cut(self.attn_mask, rows, keys)
+        return mask.to(dtype).masked_fill(~is_allowed(mask), 0.0)
 
     def tile(self, rows: slice, keys: slice, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """``bias`` without gradient, and -inf where attending is not allowed; None for nothing.
@@ -207,7 +184,7 @@ class AttentionRule:
         Rows that may attend to no key of the tile are left open, so that no softmax is ever taken of nothing: what
         comes of them must be given no weight (see ``live_rows``).
         """
-        allowed, bias = self.allowed(rows, keys, device), self.bias(rows, keys, dtype, device)
+        allowed, bias = self.allowed(rows, keys, device), self.bias(rows, keys, dtype)
         bias = None if bias is None else bias.detach()
         if allowed is None:
             return bias
@@ -266,3 +243,16 @@ def is_allowed(mask: Tensor) -> Tensor:
     product of activations, and not for the sum of one and the mask. NaN masks nothing: it shows in the loss.
     """
     return mask if mask.dtype == torch.bool else ~(mask.detach() <= torch.finfo(mask.dtype).min / 2)
+
+
+def expand_heads(keys: Tensor, num_heads: int) -> Tensor:
+    """Keys ``(B, H_kv, S, d)`` as ``(B, H, S, d)``: query head h reads key head ``h // (H / H_kv)``."""
+    return keys.repeat_interleave(num_heads // keys.shape[1], dim=1) if keys.shape[1] != num_heads else keys
+
+
+def sum_heads(gradient: Tensor, num_kv_heads: int) -> Tensor:
+    """The gradient of ``expand_heads``: ``(B, H, S, d)`` summed to ``(B, H_kv, S, d)``."""
+    batch, heads, length, width = gradient.shape
+    if heads == num_kv_heads:
+        return gradient
+    return gradient.reshape(batch, num_kv_heads, heads // num_kv_heads, length, width).sum(2)

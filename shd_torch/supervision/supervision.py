@@ -1,16 +1,19 @@
-"""What a student is taught with: merged maps A~ behind one small interface, and ``Dense``, which holds them."""
+"""What a student is taught with: merged maps A~ behind one small interface, and ``Dense``, which holds them.
+
+At its end all that teaches a batch: which layers, and targets beside maps.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_torch.checks import (
     ROW_SUMS,
     check_option,
@@ -21,8 +24,7 @@ from shd_torch.checks import (
     without_autocast,
 )
 from shd_torch.maps.support import id_groups, pool_tokens
-from shd_torch.supervision.fused import expand_heads
-from shd_torch.supervision.mask import move
+from shd_torch.supervision.mask import expand_heads, move
 
 TILE_ENTRIES = 2**19
 """Entries of the largest tile that is formed at once on a processor: its cache holds a few of them."""
@@ -83,10 +85,6 @@ class Supervision(ABC):
         Returns:
             ``(B, H_s, R, K)``.
         """
-
-    @abstractmethod
-    def has_mass(self, rows: slice, keys: slice) -> Tensor:
-        """Where a tile of the maps may be above 0, ``(B, H_s, R, K)``, boolean."""
 
     @abstractmethod
     def mass(self) -> Tensor:
@@ -224,9 +222,6 @@ class Dense(Supervision):
         tile = self.maps.detach()[:, :, rows, keys].to(self.dtype)
         return tile if self.counted is None else tile.masked_fill(~self.counted[:, None, rows, None], 0.0)
 
-    def has_mass(self, rows: slice, keys: slice) -> Tensor:
-        return self.maps[:, :, rows, keys] != 0
-
     def mass(self) -> Tensor:
         return self.maps.detach().sum(-1, dtype=self.dtype)
 
@@ -263,3 +258,138 @@ def pool_supervision(
     options: dict[str, Any] = {"query_mask": query_mask, "row_sums": supervision.row_sums, "check": check}
     pooled = pool_tokens(maps, groups, groups, **options).probs
     return Dense(pooled, temperature, supervision.row_sums)
+
+
+Kinds: TypeAlias = tuple[tuple[str, int], ...]
+Length: TypeAlias = int | Sequence[tuple[int, int]] | None
+"""Positions to pad to; or rows and keys of each taught layer; None: of the longest sample."""
+Call = TypeVar("Call")
+
+
+class TaughtLayers(tuple[int, ...]):
+    """Numbers of student layers, a tuple, with the number of layers that their teaching was made for.
+
+    A layer map spreads the teacher over so many layers: for another student the same numbers would mean other depths.
+    So a capture for these layers refuses a student that makes more or fewer attention calls.
+
+    Args:
+        numbers: zero-based, in any order.
+        num_student_layers: L_s; None where explicit pairs say which layers are taught, in a student of any depth.
+        kinds: of an encoder-decoder: how many calls of each kind of attention (``encoder``, ``decoder``, ``cross``)
+            it was meant to make, in the order in which they are numbered; calls of other kinds are not taught.
+
+    Source: section 3 (t = s * L_t / L_s). Specification: CACHE-104.
+    """
+
+    num_student_layers: int | None
+    kinds: Kinds
+
+    def __new__(cls, numbers: Iterable[int], num_student_layers: int | None = None, kinds: Kinds = ()) -> Self:
+        self = super().__new__(cls, numbers)
+        self.num_student_layers = num_student_layers
+        self.kinds = kinds
+        return self
+
+    def __getnewargs__(self) -> tuple[tuple[int, ...], int | None, Kinds]:
+        return tuple(self), self.num_student_layers, self.kinds
+
+    def kind(self, number: int) -> str | None:
+        """The kind of a student layer; None where there is one kind alone."""
+        for kind, count in self.kinds:
+            if number < count:
+                return kind
+            number -= count
+        return None
+
+    def order_calls(self, calls: Sequence[Call], kinds: Sequence[str], name: str) -> list[Call]:
+        """The calls of a forward pass of a student ``name``, kind after kind; ``cache-mismatch`` for other counts."""
+        counts = {kind: kinds.count(kind) for kind in dict.fromkeys([*(kind for kind, _ in self.kinds), *kinds])}
+        fits = all(counts[kind] == count for kind, count in self.kinds)
+        meant, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, counts.items()))
+        who, rule = f"a forward pass of {name}", f"make as many attention calls of each kind as its teaching, {meant}"
+        advice = "precompute with --student-layers of this student's numbers"
+        need(fits, "cache-mismatch", who, rule, got, remedy=advice, spec_id="CACHE-105")
+        by_call = list(zip(calls, kinds, strict=True))
+        return [call for taught_kind, _ in self.kinds for call, kind in by_call if kind == taught_kind]
+
+    def check_calls(self, num_calls: int, name: str) -> None:
+        """Refuse a student ``name`` of another depth than was meant: ``cache-mismatch``."""
+        meant = None if self.kinds else self.num_student_layers
+        rule = f"make {meant} attention calls, as its teaching was made for {meant} student layers"
+        advice = f"precompute with --student-layers {num_calls} (a live teacher: layer_map={num_calls}), or with "
+        advice += "--layer-pairs where some are not to be taught"
+        who, fits = f"a forward pass of {name}", meant in (None, num_calls)
+        need(fits, "cache-mismatch", who, rule, num_calls, remedy=advice, spec_id="CACHE-104")
+
+
+def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
+    """The layers that several teachers teach, ascending; ``cache-mismatch`` for students of different depths."""
+    meant = {layers.num_student_layers for layers in taught if isinstance(layers, TaughtLayers)} - {None}
+    counts = " and ".join(map(str, sorted(count for count in meant if count is not None)))
+    rule, advice = (
+        "be mapped to one number of student layers",
+        "precompute, or make the live teacher, for this student",
+    )
+    need(len(meant) < 2, "cache-mismatch", "all teachers", rule, counts, remedy=advice, spec_id="CACHE-104")
+    kinds = {layers.kinds for layers in taught if isinstance(layers, TaughtLayers)}
+    rule, got = "number one set of attention kinds", " and ".join(map(str, sorted(kinds)))
+    need(len(kinds) < 2, "cache-mismatch", "all teachers", rule, got, spec_id="CACHE-105")
+    numbers = sorted({layer for layers in taught for layer in layers})
+    return TaughtLayers(numbers, meant.pop() if meant else None, kinds.pop() if kinds else ())
+
+
+class TopkTargets(NamedTuple):
+    """The k likeliest classes of every row, and the mass of all others in one number."""
+
+    ids: Tensor  # (..., k), integers, ascending
+    log_probs: Tensor  # (..., k), log P at the temperature
+    log_tail: Tensor  # (...), log of the mass of all others; -inf where there are none
+    temperature: float
+    vocab_size: int
+
+
+class EmbeddingTargets(NamedTuple):
+    """The teacher's embeddings of a batch, and how a student's are made to compare (CACHE-182)."""
+
+    vectors: Tensor  # (B, D)
+    pooling: str  # "mean", "cls", "max" or "last"
+    normalize: bool  # whether each was divided by its norm
+
+
+class StoredRows(NamedTuple):
+    """The rows of one form of a cache in a batch, as bytes: decode them, then spread them."""
+
+    form: Any  # a subclass of Rows
+    codes: dict[str, Tensor]  # (R, bytes), by the names of the parts that were read
+    spread: Callable[[Tensor], Tensor]  # (R, ...) to (B, L, ...), zero where nothing is stored
+
+
+class Taught:
+    """What teaches a batch; a teacher overrides what it has. Rows are padded to ``length`` positions.
+
+    Attributes:
+        layers: student layers whose attention it teaches, zero-based.
+    """
+
+    layers: tuple[int, ...]
+
+    def supervise(self, length: Length = None) -> Sequence[Supervision]:
+        """The maps, one for each of ``layers``; ``length`` may be rows and keys of each."""
+        return ()
+
+    def targets(self, length: int | None = None) -> Tensor | TopkTargets | None:
+        """Logits as ``kd_loss`` takes them."""
+        return None
+
+    def hidden_states(self, length: int | None = None) -> Mapping[int, Tensor]:
+        return {}
+
+    def embeddings(self) -> EmbeddingTargets | None:
+        return None
+
+    def last_states(self, length: int | None = None) -> Tensor | None:
+        return None
+
+    def stored_rows(self, subject: str, length: int | None = None) -> StoredRows | None:
+        """The rows of any form of a cache."""
+        return None

@@ -23,7 +23,7 @@ from shd_torch.data.dataset import SupervisedDataset, pack_batch
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.recipes.terms import IGNORED
 from shd_torch.supervision.cached import CachedSupervision
-from shd_torch.supervision.taught import Taught, TaughtLayers
+from shd_torch.supervision.supervision import Taught, TaughtLayers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

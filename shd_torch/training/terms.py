@@ -19,7 +19,7 @@ from shd_torch.kd.chunks import DISTANCES, unit
 from shd_torch.kd.divergences import DIVERGENCES
 from shd_torch.kd.embeddings import DISTANCES as OF_EMBEDDINGS
 from shd_torch.live.online import LayerKeywords, layer_kls
-from shd_torch.supervision.taught import Taught
+from shd_torch.supervision.supervision import Taught
 from shd_torch.training.batch import ROWS, Counter, Forward, MicroBatch, count_positions, count_samples, every_row
 from shd_torch.training.projectors import EMBEDDING, make_projector
 

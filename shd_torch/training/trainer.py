@@ -29,7 +29,7 @@ from shd_torch.capture.outputs import read_output
 from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.live.online import OnlineSupervision, OnlineTeacher
-from shd_torch.supervision.taught import Taught, unite_layers
+from shd_torch.supervision.supervision import Taught, unite_layers
 from shd_torch.training.batch import (
     Counter,
     Forward,

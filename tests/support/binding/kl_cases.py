@@ -83,7 +83,7 @@ class KlCase:
         if "attn_mask" in self.masks:
             added = self.masks["attn_mask"].dtype != np.bool_
         else:
-            added = "alibi_slopes" in self.masks or "softcap" in self.masks
+            added = "softcap" in self.masks
         if not added:
             dq, dk = shd_ref.shd_loss_gradient_qk(maps, self.queries, self.keys, scale=self.scale, **keywords)
             return value, np.asarray(dq), np.asarray(dk)
@@ -160,8 +160,6 @@ def _logits(queries: Array, keys: Array, masks: dict[str, Any]) -> tuple[Array, 
     elif given is not None:
         allowed &= given > -np.inf
         logits = logits + np.where(np.isneginf(given), 0.0, given)
-    if "alibi_slopes" in masks:
-        logits = logits + masks["alibi_slopes"][..., None, None] * (j - i)
     return logits, allowed
 
 

@@ -47,7 +47,7 @@ KEYS = torch.ones(2, 1, 1, 8, dtype=torch.bool)
         (teach(heads()), {"support": "intersect"}, "needs the maps"),
         (teach(heads()), {"softcap": 3.0}, "the student has a soft cap"),
         (teach(heads(), softcap=3.0), {}, "the teacher has a soft cap"),
-        (teach(heads()), {"alibi_slopes": torch.ones(2)}, "the student has an added mask or ALiBi"),
+        (teach(heads()), {"attn_mask": torch.zeros(8, 8)}, "the student has an added mask"),
         (teach(heads(), attn_mask=torch.zeros(8, 8)), {}, "the teacher has an added mask"),
         (teach(heads()), {"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "the gradient of an added mask"),
         (teach(heads()), {"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, r"of heads or rows \(1, 1, 8, 8\)"),

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from shd_ref.cache import Attention, CacheReader, Logits
 from shd_torch import ShdError, SupervisedDataset, SupervisedStream, kd_loss
 from shd_torch.kd import TopkTargets
-from shd_torch.supervision import taught as targets
+from shd_torch.supervision import cached as targets
 
 INDICES = (3, 0, 7, 3)
 WHOLE = replace(ALL_CLASSES, rows="positions")

@@ -20,7 +20,7 @@ from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.precompute.forms import MAKERS
 from shd_ref.teacher.precompute.forms.rows import RowsMaker
 from shd_torch import SupervisedDataset
-from shd_torch.supervision.taught import Taught
+from shd_torch.supervision.supervision import Taught
 from shd_torch.training import Term
 from shd_torch.training.batch import Forward, MicroBatch, every_row
 from shd_torch.training.terms import Measured
