@@ -1,10 +1,9 @@
 """Losses on logits, without a wide copy of them, on hidden states and on embeddings.
 
-``chunks.py`` checks the student's side and goes over the rows in chunks; ``divergences.py`` checks all other
-arguments and gives the divergence and slope of a chunk; ``targets.py`` makes targets of a teacher, and
-``embeddings.py`` pools and compares texts. Liger has fused losses of this kind for a live teacher's hidden states
-and, for given targets, of whole rows alone (without ``T^2``, and a smaller vocabulary padded with zeros): nothing
-that takes a tail, so none is used.
+``targets.py`` makes targets of a teacher. ``chunks.py`` checks all arguments and goes over the rows in chunks, each
+of which has its divergence and slope. ``embeddings.py`` pools and compares texts. Liger has fused losses of this kind
+for a live teacher's hidden states and, for given targets, of whole rows alone (without ``T^2``, and a smaller
+vocabulary padded with zeros): nothing that takes a tail, so none is used.
 """
 
 from shd_torch.kd.chunks import hidden_loss, kd_loss, linear_kd_loss

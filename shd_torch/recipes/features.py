@@ -14,7 +14,7 @@ from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.checks import check_real, check_shape, check_shapes, compute_dtype, without_autocast
 from shd_torch.kd import kd_loss
-from shd_torch.kd.divergences import Targets
+from shd_torch.kd.chunks import Targets
 from shd_torch.recipes.logits import prepare
 from shd_torch.recipes.terms import SHD, Term, Terms, check_weight, join, label_loss
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shd_torch.checks import check_shapes, check_temperature, compute_dtype, without_autocast
 from shd_torch.kd import kd_loss, mean_logits
-from shd_torch.kd.divergences import Targets
+from shd_torch.kd.chunks import Targets
 from shd_torch.kd.targets import check_logits, cut
 from shd_torch.recipes.terms import (
     SHD,

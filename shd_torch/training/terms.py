@@ -15,8 +15,7 @@ from shd_ref.integers import check_number
 from shd_torch.capture.outputs import read_every_hidden_state, read_hidden_states, read_logits, read_output
 from shd_torch.checks import check_option, check_temperature
 from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, pool_states
-from shd_torch.kd.chunks import DISTANCES, unit
-from shd_torch.kd.divergences import DIVERGENCES
+from shd_torch.kd.chunks import DISTANCES, DIVERGENCES, unit
 from shd_torch.kd.embeddings import DISTANCES as OF_EMBEDDINGS
 from shd_torch.live.online import LayerKeywords, layer_kls
 from shd_torch.supervision.supervision import Taught

@@ -23,7 +23,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "reduction": ("mean", "sum", "batch_mean"),
     "vocab_size": (None, V),
     "form": ("logits", "head", "head and bias"),
-    "ids": ("int64", "uint16", "by name"),
+    "ids": ("int64", "uint16"),
     "rows": ("sequence", "classifier"),
     "chunk": (1 << 22, 1, 5 * V),
     "check": (True, False),
@@ -46,7 +46,7 @@ def targets_of(case: dict[str, Any], rng: np.random.Generator) -> Any:
     if case["targets"] == "logits":
         return teacher
     made = kd.kd_targets_topk(teacher, {"topk": 4, "whole": V, "one": 1}[case["targets"]], **options)
-    return made if case["ids"] == "by name" else made._replace(ids=made.ids.to(getattr(torch, case["ids"])))
+    return made._replace(ids=made.ids.to(getattr(torch, case["ids"])))
 
 
 def mask_of(case: dict[str, Any], rows: tuple[int, ...], rng: np.random.Generator) -> Any:
@@ -79,8 +79,7 @@ def test_binding_agrees(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = plain_kd_loss(targets, logits, **keywords)
     slopes = torch.autograd.grad(wanted, leaves)
     monkeypatch.setitem(shd_torch.kd.targets._ENTRIES, "cpu", case["chunk"])
-    given = targets._asdict() if case["ids"] == "by name" and case["targets"] != "logits" else targets
-    loss = getattr(shd_torch.kd, name)(given, *leaves, **keywords, check=case["check"])
+    loss = getattr(shd_torch.kd, name)(targets, *leaves, **keywords, check=case["check"])
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-11, abs=1e-13), case
     for leaf, slope in zip(leaves, slopes, strict=True):

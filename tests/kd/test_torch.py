@@ -142,7 +142,7 @@ def test_no_wide_copy_of_the_logits_is_made(kind: str, masked: bool, monkeypatch
 
 @pytest.mark.parametrize("targets", [None, object(), {"ids": 1}])
 def test_targets_that_are_no_arrays_are_refused(targets: Any) -> None:
-    with refusal("argument-value", "targets must be logits, or have the fields ids"):
+    with refusal("argument-value", "targets must be logits, TopkTargets or ExactTargets"):
         shd_torch.kd.kd_loss(targets, torch.zeros(2, 3))
 
 

@@ -1,11 +1,13 @@
 """The losses on logits and hidden states as the goldens call them; gradients come from automatic differentiation."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import shd_torch.kd
+from shd_ref import ShdError
 from shd_torch.maps.judged import Adapter
 
 _GRADIENTS: dict[str, tuple[str, ...]] = {
@@ -21,6 +23,8 @@ class KdAdapter(Adapter):
 
     def call(self, operation: str, **arguments: Any) -> Any:
         """The function of that name, or the gradient of one."""
+        if "targets" in arguments:
+            arguments["targets"] = as_record(arguments["targets"])
         names = _GRADIENTS.get(operation)
         if names is None:
             function = getattr(shd_torch.kd, operation, None)
@@ -32,6 +36,15 @@ class KdAdapter(Adapter):
         loss.backward()
         found = [_gradients(given[name]) if name in given else None for name in names]
         return dict(zip(_OUTPUTS[operation], found, strict=True)) if operation in _OUTPUTS else found[0]
+
+
+def as_record(targets: Any) -> Any:
+    """Fields by name as ``TopkTargets``."""
+    if not isinstance(targets, Mapping):
+        return targets
+    if set(targets) != set(shd_torch.kd.TopkTargets._fields):
+        raise ShdError("argument-value", f"targets must have the fields of TopkTargets; got {sorted(targets)}")
+    return shd_torch.kd.TopkTargets(**targets)
 
 
 def _leaves(value: Any) -> Any:

@@ -80,10 +80,8 @@ class KlCase:
         }
         maps = self.maps() if maps is None else maps
         value = float(shd_ref.shd_loss(maps, logits, **keywords))
-        if "attn_mask" in self.masks:
-            added = self.masks["attn_mask"].dtype != np.bool_
-        else:
-            added = "softcap" in self.masks
+        mask = self.masks.get("attn_mask")
+        added = "softcap" in self.masks if mask is None else mask.dtype != np.bool_
         if not added:
             dq, dk = shd_ref.shd_loss_gradient_qk(maps, self.queries, self.keys, scale=self.scale, **keywords)
             return value, np.asarray(dq), np.asarray(dk)

@@ -8,6 +8,7 @@ from torch import Tensor
 import shd_torch.recipes
 from shd_ref import ShdError
 from shd_torch.maps.judged import Adapter
+from support.binding.kd_adapter import as_record
 
 
 class RecipesAdapter(Adapter):
@@ -20,6 +21,8 @@ class RecipesAdapter(Adapter):
         function = getattr(shd_torch.recipes, operation, None)
         if function is None:
             raise NotImplementedError(f"shd_torch.recipes has no {operation}")
+        if "targets" in arguments:
+            arguments["targets"] = as_record(arguments["targets"])
         return function(**arguments)
 
 
