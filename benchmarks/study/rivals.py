@@ -29,7 +29,7 @@ from shd_torch.capture.taps import record
 from shd_torch.live import OnlineTeacher, layer_kls
 from shd_torch.live.online import OnlineSupervision, eval_mode
 from shd_torch.maps import shd_loss, softmax
-from shd_torch.maps.gram import gram_of_products, split_projection
+from shd_torch.maps.alpha import gram_of_products, split_projection
 from shd_torch.recipes import SHD, OrthogonalProjection, Term
 from shd_torch.supervision.factored import Factored
 

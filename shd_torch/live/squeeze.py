@@ -14,8 +14,14 @@ from torch import Tensor
 
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
 from shd_torch.checks import check_option, without_autocast
-from shd_torch.maps.alpha import AlphaSolution, constant_alphas
-from shd_torch.maps.gram import gram_of_products, merge_gram, solve_gram_pair, split_projection
+from shd_torch.maps.alpha import (
+    AlphaSolution,
+    constant_alphas,
+    gram_of_products,
+    merge_gram,
+    solve_gram_pair,
+    split_projection,
+)
 from shd_torch.maps.mixing import STRATEGIES, SqueezeReport, compose_rounds, relative_error, report_squeeze
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.mask import expand_heads

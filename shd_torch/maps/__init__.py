@@ -14,9 +14,8 @@ from typing import Any
 from shd_ref.errors import ERROR_CODES, ShdError
 from shd_ref.layers import layer_map
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
-from shd_torch.maps.alpha import solve_alpha
+from shd_torch.maps.alpha import gram_tensor, merge_gram, solve_alpha, solve_alpha_from_gram
 from shd_torch.maps.attention import soften, softmax, value_outputs
-from shd_torch.maps.gram import gram_tensor, merge_gram, solve_alpha_from_gram
 from shd_torch.maps.loss import shd_loss, shd_loss_gradient, shd_loss_gradient_qk
 from shd_torch.maps.mixing import SqueezeResult, compose_mixing, mix_heads, squeeze_heads
 from shd_torch.maps.support import (

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shd_ref.errors import need
 from shd_ref.shrink.heads import HeadMerge, HeadWeights, concatenate_heads, low_rank_heads, merge_heads, mix_queries
 from shd_ref.shrink.kept import most_important, score_neurons
-from shd_torch.maps.gram import gram_tensor
+from shd_torch.maps.alpha import gram_tensor
 from shd_torch.shrink.basis import Basis, OutputFit, final_readers, fit_norm
 from shd_torch.shrink.calibration import GRAM_ENTRIES, Batch, held_rows, join_rows, recorded_attention, run_layer
 from shd_torch.shrink.families import (

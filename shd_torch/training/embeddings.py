@@ -14,7 +14,7 @@ from shd_ref.errors import ShdError
 from shd_torch.checks import check_option
 from shd_torch.kd import EmbeddingAgreement, compare_embeddings, embedding_loss
 from shd_torch.kd.embeddings import DISTANCES, MOST_TEXTS
-from shd_torch.training.projectors import make_projector
+from shd_torch.training.terms import make_projector
 
 
 class SeenEmbeddings:

@@ -40,7 +40,6 @@ from shd_torch.training.batch import (
     leave_samples,
 )
 from shd_torch.training.embeddings import SeenEmbeddings
-from shd_torch.training.projectors import Projectors
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.terms import (
     AttentionKeywords,
@@ -50,6 +49,7 @@ from shd_torch.training.terms import (
     HiddenTerm,
     KdTerm,
     Measured,
+    Projectors,
     Term,
     Weight,
     no_logits,
