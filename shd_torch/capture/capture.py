@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
-from shd_ref.integers import as_index
+from shd_ref.integers import check_integer
 from shd_torch.capture.layers import (
     Layer,
     SameLayers,
@@ -85,13 +85,13 @@ _KNOWN_TENSORS = frozenset({"position_bias", "position_ids", "cu_seq_lens_q", "c
 """Tensors beside queries, keys, values and mask that attention functions are given, and whose meaning is known."""
 
 
-def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: frozenset[str]) -> AttentionCall:
+def _read_call(raw: RawCall, opened: dict[int, Tensor]) -> AttentionCall:
     """What a tap saw; ``opened`` are the block masks of the same pass that were opened before, by their identity."""
     name = "a fused call" if raw.source is None else type(raw.source).__name__
     check_query_key(raw.query, raw.key, f"queries and keys of {name}", code="capture-failed")
     key, mask = raw.key, raw.attn_mask
     if raw.keywords is not None:
-        _check_arguments(raw.keywords, ignored_arguments, name)
+        _check_arguments(raw.keywords, name)
         if raw.inner is None:
             rule = _read_rule(raw, raw.keywords, opened, name)
         else:
@@ -102,18 +102,16 @@ def _read_call(raw: RawCall, opened: dict[int, Tensor], ignored_arguments: froze
     return AttentionCall(raw.query, key, rule, raw.value, raw.output, raw.source)
 
 
-def _check_arguments(keywords: dict[str, Any], ignored: frozenset[str], name: str) -> None:
+def _check_arguments(keywords: dict[str, Any], name: str) -> None:
     """Tensors of a Hugging Face attention function whose part in its maps is not known may be sinks."""
     if keywords.get("s_aux") is not None:
         raise _unsupported(name, "be a softmax over its keys", "attention sinks")
     for argument, value in keywords.items():
-        if _holds_tensor(value) and argument not in _KNOWN_TENSORS | ignored:
-            raise ShdError(
-                "capture-failed",
-                f"attention of {name} must be called with tensors whose part in its maps is known; got {argument!r}, "
-                "which may be a bias or attention sinks: leave its layer out, call shd_torch.record_query_key in its "
-                f"attention, or, if it changes no map, capture with ignored_arguments=[{argument!r}]",
-            )
+        is_known = argument in _KNOWN_TENSORS or not _holds_tensor(value)
+        rule = "be called with tensors whose part in its maps is known"
+        got, advice = f"{argument!r}, which may be a bias or attention sinks", "leave its layer out, or call "
+        advice += "shd_torch.record_query_key in its attention"
+        need(is_known, "capture-failed", f"attention of {name}", rule, got, remedy=advice)
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -188,12 +186,9 @@ def _unsupported(name: str, rule: str, got: str) -> ShdError:
 class Captured:
     """The attention of a student's last forward pass, as ``capture_attention`` recorded it."""
 
-    def __init__(
-        self, layers: tuple[int, ...] | None, ignored_arguments: frozenset[str] = frozenset(), kinds: Kinds = ()
-    ) -> None:
+    def __init__(self, layers: tuple[int, ...] | None, kinds: Kinds = ()) -> None:
         self._layers = layers  # the calls to keep, in the order they were asked for; None keeps all
         self._kinds = kinds  # by which they are numbered, where there are several
-        self._ignored_arguments = ignored_arguments
         self._kept: dict[int, AttentionCall] = {}
         self.num_calls = 0
 
@@ -259,27 +254,19 @@ class Captured:
         opened: dict[int, Tensor] = {}  # block masks by their identity, which holds as long as the calls
         for index in range(len(layers)) if self._layers is None else self._layers:
             raw = layers[index][0]
-            if grad_enabled and not raw.grad_enabled:
-                raise ShdError(
-                    "capture-failed",
-                    f"attention call {index} must run with gradient, as the student does; it ran without: reentrant "
-                    "activation checkpointing hides the run that has one, so checkpoint with use_reentrant=False "
-                    "(Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False}); for a frozen layer, "
-                    "leave its number out of layers",
-                )
-            self._kept[index] = _read_call(raw, opened, self._ignored_arguments)
+            advice = "reentrant activation checkpointing hides the run that has one, so checkpoint with "
+            advice += "use_reentrant=False (Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False}); "
+            advice += "for a frozen layer, leave its number out of layers"
+            who, fits = f"attention call {index}", raw.grad_enabled or not grad_enabled
+            need(fits, "capture-failed", who, "run with gradient, as the student does", "none", remedy=advice)
+            self._kept[index] = _read_call(raw, opened)
 
 
 class AttentionCapture:
     """Records a student between ``start`` and ``stop``, or inside a ``with`` block; see ``capture_attention``."""
 
     def __init__(
-        self,
-        student: nn.Module,
-        layers: int | Sequence[int] | None = None,
-        *,
-        keep_values: bool = False,
-        ignored_arguments: Sequence[str] = (),
+        self, student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
     ) -> None:
         self._expected, self._kept = _read_layers(layers)
         self._taught = layers if isinstance(layers, TaughtLayers) else None
@@ -291,11 +278,7 @@ class AttentionCapture:
         self._student = student
         self._keep_values = keep_values
         self._undo: Callable[[], None] | None = None
-        named = not isinstance(ignored_arguments, str) and all(isinstance(name, str) for name in ignored_arguments)
-        rule = "be a list of argument names"
-        need(named, "argument-value", "ignored_arguments", rule, repr(ignored_arguments))
-        kinds = () if self._taught is None else self._taught.kinds
-        self.captured = Captured(self._kept, frozenset(ignored_arguments), kinds)
+        self.captured = Captured(self._kept, () if self._taught is None else self._taught.kinds)
 
     def start(self) -> Captured:
         """Record every forward pass from now on; the result fills itself.
@@ -391,11 +374,7 @@ def _get_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture_attention(
-    student: nn.Module,
-    layers: int | Sequence[int] | None = None,
-    *,
-    keep_values: bool = False,
-    ignored_arguments: Sequence[str] = (),
+    student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
 ) -> AttentionCapture:
     """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
 
@@ -421,15 +400,13 @@ def capture_attention(
             student's side of ``layer_map``); default all. The ``layers`` of a batch's supervision also fix the number
             of calls.
         keep_values: also keep each call's values and output, which a teacher needs.
-        ignored_arguments: names of tensor arguments of the student's attention function that change no logit and no
-            map. Tensors with names unknown to transformers (such as attention sinks) are rejected.
 
     Returns:
         The capture: a context manager that yields the ``Captured`` attention, readable inside and after the block;
         or an object with ``start``, which returns it, and ``stop``.
 
     Raises:
-        ShdError: ``argument-value`` for bad ``layers`` or ``ignored_arguments``; from the student's forward pass,
+        ShdError: ``argument-value`` for bad ``layers``; from the student's forward pass,
             ``capture-failed`` if nothing was recorded, a layer is missing or makes several calls, layers use code
             that cannot be captured (unless the number of calls is given), a number means another module than in the
             first pass, a tensor of unknown meaning takes part, or reentrant activation checkpointing hides its graph,
@@ -437,7 +414,7 @@ def capture_attention(
 
     Source: the student's side of Eq. 10.
     """
-    return AttentionCapture(student, layers, keep_values=keep_values, ignored_arguments=ignored_arguments)
+    return AttentionCapture(student, layers, keep_values=keep_values)
 
 
 def record_query_key(
@@ -481,14 +458,9 @@ def record_query_key(
 
 def _read_layers(layers: int | Sequence[int] | None) -> tuple[int | None, tuple[int, ...] | None]:
     """The number of calls a pass must make, and which to keep; either may be None."""
-    if layers is None:
-        return None, None
-    smallest = 1 if isinstance(layers, int) else 0
-    try:
-        numbers = tuple(as_index(number) for number in ((layers,) if isinstance(layers, int) else layers))
-    except TypeError:
-        numbers = ()
-    fits = bool(numbers) and len(set(numbers)) == len(numbers) and min(numbers) >= smallest
-    rule = "be a count of at least 1 or distinct zero-based layer numbers"
-    need(fits, "argument-value", "layers", rule, repr(layers))
-    return (numbers[0], None) if isinstance(layers, int) else (None, numbers)
+    if layers is None or isinstance(layers, int):
+        return None if layers is None else check_integer("layers", layers, 1, None), None
+    numbers = tuple(check_integer("layers", number, 0, None) for number in layers)
+    fits = bool(numbers) and len(set(numbers)) == len(numbers)
+    need(fits, "argument-value", "layers", "be a count, or distinct zero-based layer numbers", repr(layers))
+    return None, numbers
