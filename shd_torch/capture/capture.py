@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,14 +64,7 @@ class AttentionCall:
     @property
     def mask_keywords(self) -> RuleKeywords:
         """The keywords of ``attention_kl`` that describe this call beside ``query`` and ``key``."""
-        rule = self.rule
-        return RuleKeywords(
-            attn_mask=rule.attn_mask,
-            is_causal=rule.is_causal,
-            window=rule.window,
-            scale=rule.scale,
-            softcap=rule.softcap,
-        )
+        return cast(RuleKeywords, dict(vars(self.rule)))
 
     def compute_logits(self) -> Tensor:
         """The logits ``(B, H, L, S)``, with gradient; -inf where attending is not allowed.

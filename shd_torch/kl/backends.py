@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError
-from shd_torch.checks import without_autocast
+from shd_ref.errors import ShdError, need
+from shd_torch.checks import check_option, without_autocast
 from shd_torch.kl import dense, sdpa, triton
-from shd_torch.kl.gradient import KlResult, attach, refuse_transforms
+from shd_torch.kl.gradient import attach, refuse_transforms
 from shd_torch.kl.request import KlKeywords, KlRequest, make_request, read_keywords
 from shd_torch.maps.loss import match_layers
 from shd_torch.supervision.supervision import Dense, Supervision
@@ -37,14 +38,6 @@ TRITON_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 """Of the student's queries: float32 costs the kernels three products, and fused attention has its precision."""
 
 
-class Backend(NamedTuple):
-    """A way to compute one layer."""
-
-    # why it cannot serve a request, in words; None where it can
-    unsupported_reason: Callable[[KlRequest], str | None]
-    run: Callable[[KlRequest], KlResult]  # value and gradients of a request that it can serve
-
-
 class BackendChoice(NamedTuple):
     """What ``explain_backend`` returns for one layer."""
 
@@ -53,27 +46,21 @@ class BackendChoice(NamedTuple):
     refused: dict[str, str]  # why not, for every backend that cannot serve the request
 
 
-BACKENDS: dict[str, Backend] = {
-    "dense": Backend(dense.unsupported_reason, dense.run),
-    "sdpa": Backend(sdpa.unsupported_reason, sdpa.run),
-    "triton": Backend(triton.unsupported_reason, triton.run),
-}
-"""Backends by name; one that is added here can be asked for at once."""
+BACKENDS: dict[str, ModuleType] = {"dense": dense, "sdpa": sdpa, "triton": triton}
+"""Of each, ``unsupported_reason(request)`` says in words why it cannot serve a request, None where it can, and
+``run(request)`` gives value and gradients of one that it can."""
 
 
 def choose_backend(request: KlRequest, name: str) -> BackendChoice:
     """The backend for one layer, by its name or ``"auto"``."""
-    if name != "auto" and name not in BACKENDS:
-        raise ShdError("argument-value", f"backend must be one of auto, {', '.join(BACKENDS)}; got {name!r}")
-    reasons = {kind: backend.unsupported_reason(request) for kind, backend in BACKENDS.items()}
+    check_option("backend", name, ("auto", *BACKENDS))
+    reasons: dict[str, str | None] = {kind: way.unsupported_reason(request) for kind, way in BACKENDS.items()}
     refused = {kind: reason for kind, reason in reasons.items() if reason is not None}
     if name == "auto":
         chosen, reason = _choose(request, refused)
         return BackendChoice(chosen, reason, refused)
-    if name in refused:
-        raise ShdError(
-            "argument-value", f"backend must be one that can serve this call; got {name!r}: {refused[name]}"
-        )
+    fits, rule = name not in refused, "be one that can serve this call"
+    need(fits, "argument-value", "backend", rule, repr(name), remedy=refused.get(name, ""))
     return BackendChoice(name, "it was asked for", refused)
 
 

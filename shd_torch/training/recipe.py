@@ -45,14 +45,6 @@ RECIPES: Final[Mapping[str, _Kind]] = {
 }
 """Recipes that need nothing but logits and labels of a batch."""
 
-OF_A_LOOP: Final[Mapping[str, str]] = {
-    "vitkd": "features of both models and a projector that is trained with the student",
-    "vkd": "features of both models and a projector that is trained with the student",
-    "diffusion": "one draw of noise for both models",
-    "minillm_policy": "text that is sampled in each step, which no cache has seen",
-}
-"""Recipes that need more, and what."""
-
 
 class Recipe:
     """A recipe and its options: ``SHDTrainer(recipe=Recipe("babyllama", kd_weight=0.7), beta=2.0, ...)``.
@@ -65,13 +57,12 @@ class Recipe:
         **options: keywords of the recipe, such as ``kd_weight`` and ``temperature``.
 
     Raises:
-        ShdError: ``argument-value`` for another name, an option that the recipe lacks, or a value that it refuses.
+        ShdError: ``argument-value`` for another name, or an option that the recipe lacks.
     """
 
     def __init__(self, name: str, *, shift: bool | None = None, **options: Any) -> None:
-        why = f"it needs {OF_A_LOOP[name]}; write the loop of docs/recipes.md" if name in OF_A_LOOP else ""
-        rule = f"be one of {', '.join(RECIPES)}"
-        need(name in RECIPES, "argument-value", "recipe", rule, repr(name), remedy=why)
+        rule, advice = f"be one of {', '.join(RECIPES)}", "others need a loop (docs/recipes.md)"
+        need(name in RECIPES, "argument-value", "recipe", rule, repr(name), remedy=advice)
         self.name, self.kind, self.shift = name, RECIPES[name], shift
         taken = set(inspect.signature(self.kind.run).parameters) - {"shd", "check", "shift"}
         known = sorted(keyword for keyword in taken if not keyword.endswith(("logits", "labels", "targets")))
@@ -80,7 +71,6 @@ class Recipe:
         rule = f"be of {', '.join(known) or 'none'}"
         need(not unknown, "argument-value", f"options of recipe {name}", rule, ", ".join(unknown))
         self.options = options
-        self._try()
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
@@ -102,16 +92,6 @@ class Recipe:
         # None = that of the targets, as of a recipe without one.
         own = None if parameter is None else self.options.get("temperature", parameter.default)
         check_targets("recipe", own if self.kind.at_any_temperature else 1.0, temperature, origin)
-
-    def _try(self) -> None:
-        """Let the recipe look at its options before there is a batch: it is run on three rows of zeros."""
-        size = self.options.get("vocab_size")
-        classes = max(size, 4) if isinstance(size, int) else 4
-        rows = torch.zeros((1, 2, classes) if self.kind.of_text else (2, classes))
-        labels = torch.zeros(rows.shape[:-1], dtype=torch.int64)
-        tokens = [rows] if self.kind.has_token else []
-        teachers = [] if not self.kind.is_taught else [[rows] if self.kind.takes_several else rows]
-        self.kind.run(rows, labels, *tokens, *teachers, **self.options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -109,7 +109,9 @@ def test_auto_takes_the_kernels_where_they_were_measured_to_pay(
 ) -> None:
     monkeypatch.setattr(backends, "TRITON_LENGTHS", lengths)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    serving = {name: each._replace(unsupported_reason=lambda request: None) for name, each in BACKENDS.items()}
+    serving = {
+        name: SimpleNamespace(run=way.run, unsupported_reason=lambda request: None) for name, way in BACKENDS.items()
+    }
     monkeypatch.setattr(backends, "BACKENDS", serving)
     shape = (1, 2, length, length)
     request = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cuda", 0)), shape=shape)

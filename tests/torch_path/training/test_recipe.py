@@ -185,12 +185,9 @@ def test_several_teachers_and_none(tmp_path: Path) -> None:
     ("make", "words"),
     [
         (lambda: Recipe("kd"), "recipe must be one of cross_entropy, "),
-        (lambda: Recipe("minillm_policy"), "no cache has seen"),
-        (lambda: Recipe("vitkd"), "a projector that is trained with the student"),
+        (lambda: Recipe("minillm_policy"), "others need a loop"),
         (lambda: Recipe("gkd", temperature=2.0), "options of recipe gkd must be of mixing, vocab_size; got temp"),
         (lambda: Recipe("nkd", shift=True), "got shift"),
-        (lambda: Recipe("babyllama", kd_weight=1.5), "kd_weight must be .* at most 1"),
-        (lambda: Recipe("language_kd", temperature=0.0), "temperature must be"),
     ],
 )
 def test_what_a_recipe_refuses(make: Callable[[], Recipe], words: str) -> None:
