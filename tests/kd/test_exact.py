@@ -61,16 +61,15 @@ def pairs_of(loss: Callable[..., Tensor], *arguments: Tensor, **keywords: Any) -
 
 
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("divergence", ["kl", "reverse_kl", "jsd", "cross_entropy"])
+@pytest.mark.parametrize("divergence", ["kl", "jsd"])
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"temperature": 2.0, "loss_mask": MASK},
-        {"temperature": 0.5, "t_squared": False, "reduction": "sum"},
         {"reduction": "batch_mean", "loss_mask": MASK, "check": False, "mixing": 0.1},
     ],
-    ids=["plain", "warm", "cold", "batch"],
+    ids=["plain", "warm", "batch"],
 )
 def test_exact_targets_are_whole_logits(
     kind: str, divergence: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -165,19 +165,3 @@ def test_another_thread_inside_of_a_hugging_face_call_is_not_recorded() -> None:
     finally:
         del transformers.AttentionInterface._global_mapping["of_a_test"]
     assert [(call.rule.scale, call.rule.is_causal) for call in captured.calls] == [(8**-0.5, True)] * NUM_LAYERS
-
-
-def test_products_of_another_thread_are_not_taken_for_attention(install: Callable[..., None]) -> None:
-    attention, hidden = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
-    original = torch.baddbmm
-
-    def multiply(*args: Any, **kwargs: Any) -> Tensor:
-        in_another_thread(lambda: torch.bmm(torch.randn(1, 2, 3), torch.randn(1, 3, 2)))
-        return original(*args, **kwargs)
-
-    install(multiply, "baddbmm", torch)
-    mask = torch.zeros(5, 5, dtype=torch.bool)
-    with capture_attention(attention, 1) as captured:
-        attention(hidden, hidden, hidden, attn_mask=mask)
-    (call,) = captured.calls
-    assert call.query.shape == (2, 4, 5, 4)

