@@ -69,8 +69,8 @@ class SameLayers:
         sources, name = [layer[0].source for layer in layers], type(self._model).__name__
         if not self._paths:
             self._sources, self._paths = sources, _find_paths(self._model, sources)
-        meant = len(self._sources)
-        rule, fits = f"make {meant} attention calls, as the first one did", len(sources) == meant
+        count = len(self._sources)
+        rule, fits = f"make {count} attention calls, as the first one did", len(sources) == count
         advice = "their numbers would mean other layers, so switch off what skips some (layer drop, a fast path)"
         need(fits, "capture-failed", f"a forward pass of {name}", rule, len(sources), remedy=advice)
         if all(source is known for source, known in zip(sources, self._sources, strict=True)):
@@ -178,8 +178,8 @@ def find_call_kinds(calls: Sequence[RawCall], student: nn.Module, taught: Sequen
     paths = ["" if call.source is None else names.get(id(call.source), "") for call in calls]
     crosses = [_is_cross(call, path) for call, path in zip(calls, paths, strict=True)]
     if not any(crosses):
-        own = [kind for kind in taught if kind != "cross"]
-        return [own[0] if len(own) == 1 else _own_kind(call, "encoder") for call in calls]
+        self_kinds = [kind for kind in taught if kind != "cross"]
+        return [self_kinds[0] if len(self_kinds) == 1 else _own_kind(call, "encoder") for call in calls]
     stacks = {_stack_of(path) for path, cross in zip(paths, crosses, strict=True) if cross and path}
     kinds = []
     for number, (call, path, cross) in enumerate(zip(calls, paths, crosses, strict=True)):
@@ -204,8 +204,8 @@ def _is_cross(call: RawCall, path: str) -> bool:
 
 
 def _own_kind(call: RawCall, otherwise: str) -> str:
-    said = getattr(call.source, "is_decoder", None)
-    return ("decoder" if said else "encoder") if isinstance(said, bool) else otherwise
+    is_decoder = getattr(call.source, "is_decoder", None)
+    return ("decoder" if is_decoder else "encoder") if isinstance(is_decoder, bool) else otherwise
 
 
 def _stack_of(path: str) -> str:

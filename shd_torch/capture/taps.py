@@ -256,8 +256,8 @@ def _tap_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         recorder = _threads.recorder
         last, inner = recorder.last, recorder.inner
         output = original(*args, **kwargs)  # as they are: a replacement may have another signature
-        seen = recorder.last is not last or recorder.inner is not inner  # by a tap inside of it
-        if recorder.active and not seen:
+        is_noted = recorder.last is not last or recorder.inner is not inner  # by a tap inside of it
+        if recorder.active and not is_noted:
             call = _read_sdpa(output, *args, **kwargs)
             if call is not None and recorder.nested:
                 recorder.inner = call

@@ -95,10 +95,10 @@ class CacheJoin:
         manifest = self.cache.manifest
         self.layers = taught_layers(manifest, layers)
         self.logits = manifest.logits if logits else None
-        held = [] if manifest.hidden is None else manifest.hidden.teacher_layers
-        self.hidden_layers = tuple(held if hidden is None else sorted(set(hidden)))
-        rule, got = f"be among the teacher's layers {held} of {self.cache.folder}", list(self.hidden_layers)
-        advice, fits = "precompute it with them", set(got) <= set(held)
+        stored = [] if manifest.hidden is None else manifest.hidden.teacher_layers
+        self.hidden_layers = tuple(stored if hidden is None else sorted(set(hidden)))
+        rule, got = f"be among the teacher's layers {stored} of {self.cache.folder}", list(self.hidden_layers)
+        advice, fits = "precompute it with them", set(got) <= set(stored)
         need(fits, "argument-value", "hidden", rule, got, remedy=advice, spec_id="CACHE-81")
         others = any(form.CHOICE not in ("layers", "logits", "hidden") for form in manifest.forms)  # always read
         reads = bool(self.layers or self.logits is not None or self.hidden_layers or others)
@@ -131,9 +131,9 @@ class CacheJoin:
         model_inputs = sample if self._model_inputs is None else self._model_inputs(sample)
         if not isinstance(model_inputs, Mapping) or not set(inputs.names) <= model_inputs.keys():
             is_mapping = isinstance(model_inputs, Mapping)
-            held = sorted(map(str, model_inputs)) if is_mapping else type(model_inputs).__name__
+            names = sorted(map(str, model_inputs)) if is_mapping else type(model_inputs).__name__
             rule = f"a sample must hold the teacher's inputs {', '.join(inputs.names)}"
-            raise ShdError("inputs-invalid", f"{rule}; got {held}: give model_inputs", "CACHE-30")
+            raise ShdError("inputs-invalid", f"{rule}; got {names}: give model_inputs", "CACHE-30")
         arrays = {name: np.asarray(model_inputs[name]) for name in inputs.names}
         return sample_key(trim_inputs(arrays, inputs.mask, inputs.decoder, inputs.decoder_mask)[0])
 
@@ -293,11 +293,11 @@ def check_cache(
         need(own is None or own == stored, "cache-mismatch", name, rule, repr(own), remedy=remedy)
     if num_student_layers is None:
         return
-    last, meant = max(form.student_layers), form.num_student_layers
+    last, expected = max(form.student_layers), form.num_student_layers
     rule = f"above {last}, the last student layer of {cache.folder}"
-    if meant is not None:
-        rule = f"{meant}, as {cache.folder} was made for"
-    if num_student_layers != meant if meant is not None else num_student_layers <= last:
+    if expected is not None:
+        rule = f"{expected}, as {cache.folder} was made for"
+    if num_student_layers != expected if expected is not None else num_student_layers <= last:
         advice = f"--student-layers {num_student_layers}, or with --layer-pairs where some are not to be taught"
         message = f"num_student_layers must be {rule}; got {num_student_layers}: precompute with {advice}"
         raise ShdError("cache-mismatch", message, "CACHE-104")

@@ -107,18 +107,18 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
             self.data.set_epoch(epoch)
 
     def _rank_share(self, rank: int, ranks: int) -> Iterator[tuple[int, Any]]:
-        mine: list[tuple[int, Any]] = []
+        waiting: list[tuple[int, Any]] = []
         total = 0
         for total, entry in enumerate(self._entries(), 1):
             if (total - 1) % ranks == rank:
-                mine.append(entry)
+                waiting.append(entry)
             if total % ranks == 0:  # every rank has got one
-                yield mine.pop()
-        left = total % ranks
-        if left and self._remainder != "drop":
-            yield from mine
-            if self._remainder == "repeat" and not mine:
-                yield next(islice(self._entries(), (rank - left) % total, None))
+                yield waiting.pop()
+        remaining = total % ranks
+        if remaining and self._remainder != "drop":
+            yield from waiting
+            if self._remainder == "repeat" and not waiting:
+                yield next(islice(self._entries(), (rank - remaining) % total, None))
 
     def _entries(self) -> Iterator[tuple[int, Any]]:
         """The samples that are not dropped, numbered as they stand: what is left can be shared out equally."""

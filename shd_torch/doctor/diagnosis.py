@@ -243,8 +243,8 @@ def _compare_inputs(teacher: Parts, student: Parts, note: Callable[[str, object,
 
 def compare_tokenizers(teacher: Path | None, student: Path) -> list[Difference]:
     """Whether both folders make the same tokens of a text: maps of different tokens do not correspond."""
-    own, other = (None if folder is None else _read_tokenizer(folder) for folder in (teacher, student))
-    names = [name for name in _OF_TOKENS if own and other and own.get(name) != other.get(name)]
+    teachers, students = (None if folder is None else _read_tokenizer(folder) for folder in (teacher, student))
+    names = [name for name in _OF_TOKENS if teachers and students and teachers.get(name) != students.get(name)]
     if not names:
         return []
     # Tokens that were added do not change what other text becomes.
@@ -350,22 +350,22 @@ def diagnose(
     options.check(None if data is None else len(next(iter(data.values()))))
     folder, learner = folders.find_folder(teacher, "teacher"), read_student(student)
     model = folders.load_weights(folder, folders.read_config(folder)).float()
-    parts, own = parts_of(model), parts_of(learner.make(0))
+    parts, student_parts = parts_of(model), parts_of(learner.make(0))
     for config in (model.config, learner.config) if data is not None else ():
         folders.check_positions(data or {}, folders.count_positions(config))
-    tokens = compare_tokenizers(folder, learner.folder) if own.patches is None else []
+    tokens = compare_tokenizers(folder, learner.folder) if student_parts.patches is None else []
     # Of tokenizers first: other tokens make all else vain.
     differences = sorted(
-        [*tokens, *compare_parts(parts, own)], key=lambda difference: EFFECTS.index(difference.effect)
+        [*tokens, *compare_parts(parts, student_parts)], key=lambda difference: EFFECTS.index(difference.effect)
     )
     diagnosis = Diagnosis(
-        Verdict("", "", ""), parts, own, tuple(differences), learner.has_weights, learner.is_squeezed
+        Verdict("", "", ""), parts, student_parts, tuple(differences), learner.has_weights, learner.is_squeezed
     )
     if data is not None and not any(difference.effect == BLOCKS for difference in differences):
         pooling = find_pooling(folder)
         mode = None if pooling is None else pooling.mode
         diagnosis = replace(
-            diagnosis, **_try(diagnosis, model, learner, _read(data, parts, own), mode, options, progress)
+            diagnosis, **_try(diagnosis, model, learner, _read(data, parts, student_parts), mode, options, progress)
         )
     return replace(
         diagnosis,
@@ -384,11 +384,11 @@ def judge(
                 return Verdict(NO, f"the pair cannot be run together: {failure}", rests_on)
             if probe is not None:
                 return Verdict(*_of_probe(probe), "probe")
-        those = [difference for difference in differences if difference.effect == effect]
-        if those:
-            first, more = those[0], f" and {len(those) - 1} more" if len(those) > 1 else ""
-            both = f"they differ in {first.part}{more} (teacher {first.teacher}, student {first.student})"
-            return Verdict(answer, f"{both}: {first.remedy}", rests_on)
+        with_effect = [difference for difference in differences if difference.effect == effect]
+        if with_effect:
+            first, more = with_effect[0], f" and {len(with_effect) - 1} more" if len(with_effect) > 1 else ""
+            summary = f"they differ in {first.part}{more} (teacher {first.teacher}, student {first.student})"
+            return Verdict(answer, f"{summary}: {first.remedy}", rests_on)
     if is_squeezed:
         return Verdict(UNLIKELY, "a squeezed start already has most of the benefit of SHD: see --probe", rests_on)
     return Verdict(YES, "no obstacle in the configurations; --probe tries it", rests_on)
@@ -437,9 +437,9 @@ def _try(
     options: DiagnosisOptions,
     progress: Progress,
 ) -> dict[str, Any]:
-    for one in diagnosis.differences:
-        if one.part in ("patches", "tokenizer") and one.effect == HURTS:
-            return {"untried": f"the student makes other tokens: {one.remedy}"}
+    for difference in diagnosis.differences:
+        if difference.part in ("patches", "tokenizer") and difference.effect == HURTS:
+            return {"untried": f"the student makes other tokens: {difference.remedy}"}
     tokens, size = batch.get("input_ids"), diagnosis.student.vocabulary
     if tokens is not None and size is not None and int(tokens.max()) >= size:
         problem = f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}"
@@ -467,8 +467,8 @@ def _try(
     beta = trial.find_beta(start, lambda done, total: progress(done, total, "steps to beta"))
     probe = None
     if options.probe:
-        asked = beta.middle if options.beta is None else options.beta
-        probe = trial.probe(student.make, asked, lambda done, total: progress(done, total, "steps of the probe"))
+        tried = beta.middle if options.beta is None else options.beta
+        probe = trial.probe(student.make, tried, lambda done, total: progress(done, total, "steps of the probe"))
     return {"objective": objective, "beta": beta, "probe": probe}
 
 

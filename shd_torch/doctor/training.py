@@ -136,7 +136,7 @@ class Objective:
             if self.recipe == "hidden_loss":
                 value = hidden_loss(*states, distance="cosine", loss_mask=mask, check=False)
             else:
-                pooled = [pool_states(one, mask, pooling=self.options["pooling"]) for one in states]
+                pooled = [pool_states(side, mask, pooling=self.options["pooling"]) for side in states]
                 value = embedding_loss(*pooled, distance=self.options["distance"], check=False)
             return join(shd, **{self.measure: Term(value, 1.0)})
         logits, taught = output.logits, read_logits(taught_output)
@@ -161,25 +161,25 @@ def choose_objective(student: Any, teacher: Any, batch: Batch, pooling: str | No
     """
     with torch.no_grad():
         outputs = [model(**inputs_of(batch)) for model in (student, teacher)]
-    own, other = map(read_logits, outputs)
-    if own is None:
+    logits, teacher_logits = map(read_logits, outputs)
+    if logits is None:
         shapes = [getattr(read_output(output, "last_hidden_state"), "shape", None) for output in outputs]
         if pooling is not None and None not in shapes:
             distance = "cosine" if shapes[0] == shapes[1] else "similarity"
             return Objective("embedding_loss", "embedding_distance", {"pooling": pooling, "distance": distance})
         is_alike = shapes[0] is not None and shapes[0] == shapes[1]
         return Objective("hidden_loss", "hidden_distance") if is_alike else None
-    same, has_labels = other is not None and own.shape == other.shape, "labels" in batch
-    if own.ndim == 2 and (same or has_labels):
+    same, has_labels = teacher_logits is not None and logits.shape == teacher_logits.shape, "labels" in batch
+    if logits.ndim == 2 and (same or has_labels):
         return Objective("image_kd" if same else "cross_entropy", "cross_entropy")
-    if own.ndim == 3 and is_causal_model(student):
+    if logits.ndim == 3 and is_causal_model(student):
         options: dict[str, Any] = {"shift": True}
-        if other is None or other.shape[:2] != own.shape[:2]:
+        if teacher_logits is None or teacher_logits.shape[:2] != logits.shape[:2]:
             return Objective("cross_entropy", "cross_entropy", options)
         if not same:
-            options["vocab_size"] = min(own.shape[-1], other.shape[-1])
+            options["vocab_size"] = min(logits.shape[-1], teacher_logits.shape[-1])
         return Objective("language_kd", "cross_entropy", options)
-    if own.ndim == 3 and same:
+    if logits.ndim == 3 and same:
         return Objective("gkd", "jsd", {"mixing": 0.0})
     rule = "data must hold labels where the teacher's logits are not of the student's classes"
     raise ShdError("argument-value", f"{rule}; got none: add an array labels to the .npz")
@@ -209,9 +209,9 @@ class Trial:
         if beta is None:
             return self.objective.terms(student(**inputs), taught.output, batch)
         with capture_attention(student, layers=taught.layers) as captured:
-            own = student(**inputs)
+            output = student(**inputs)
         shd = SHD(captured, taught, beta, loss_mask=mask_of(batch))
-        return self.objective.terms(own, taught.output, batch, shd)
+        return self.objective.terms(output, taught.output, batch, shd)
 
     def find_beta(self, student: Any, done: Done = lambda *_: None) -> BetaRange:
         """Betas by ``scale_report``: medians over a few batches, before and after a short training without SHD."""
@@ -221,7 +221,9 @@ class Trial:
         def look() -> float:
             student.eval()
             terms = (self.terms(student, self.teacher(**inputs_of(batch)), batch, 0.0) for batch in looked)
-            return statistics.median(scale_report(one, student.parameters()).weight_for(1.0) for one in terms)
+            return statistics.median(
+                scale_report(each_terms, student.parameters()).weight_for(1.0) for each_terms in terms
+            )
 
         first = look()
         self._train([student], [None], rows, steps=WARM_UP, done=lambda step: done(step, WARM_UP))

@@ -242,8 +242,8 @@ def probe_indexer(
         live = tile.target.sum(-1) > 0
         masses = [tile.target.masked_fill(~tile.chosen, 0.0).sum(-1)]
         masses.append(tile.target.topk(min(top_k, tile.target.shape[-1]), dim=-1).values.sum(-1))
-        for whole, part in zip((kept, best), masses, strict=True):
-            whole[tile.samples, tile.rows] = part.masked_fill(~live, torch.nan).nanmean(1)
+        for result, part in zip((kept, best), masses, strict=True):
+            result[tile.samples, tile.rows] = part.masked_fill(~live, torch.nan).nanmean(1)
     return KeptMass(kept, best)
 
 

@@ -334,7 +334,7 @@ class IndexerRequest:
         mixed = torch.zeros((batch, groups, height, width), dtype=dtype, device=allowed.device)
         norm = mixed.new_zeros((batch, groups, height))
         peak = torch.full_like(norm, torch.finfo(dtype).min)
-        whole = torch.full_like(norm, -torch.inf)  # of the heads' masses on all keys, a logarithm
+        log_mass = torch.full_like(norm, -torch.inf)  # of the heads' masses on all keys, a logarithm
         rule_of_samples = teacher.rule.narrow(samples)
         is_weighed = after or outside is not None or teacher.row_mass is not None
         blocked = blocked_keys(allowed)
@@ -360,10 +360,10 @@ class IndexerRequest:
                 mixed[:, group] += probs[:, 0] if run == 1 else probs.sum(1)
                 continue
             lost = _lost(teacher, outside, samples, slice(first, first + run), rows, total)
-            own = total if unchosen is None else logits.logsumexp(-1)
+            inside_total = total if unchosen is None else logits.logsumexp(-1)
             rho = -F.softplus(lost - total)
-            share = own - total + rho if after else -F.softplus(lost - own)
-            whole[:, group] = torch.logaddexp(whole[:, group], rho.logsumexp(1))
+            share = inside_total - total + rho if after else -F.softplus(lost - inside_total)
+            log_mass[:, group] = torch.logaddexp(log_mass[:, group], rho.logsumexp(1))
             higher = torch.maximum(peak[:, group], share.amax(1))
             shrink = (peak[:, group] - higher).exp()
             factors = (share - higher[:, None]).exp()
@@ -374,7 +374,7 @@ class IndexerRequest:
         norm = norm if is_weighed else torch.full_like(norm, heads / groups)
         live = has_any(allowed) & (norm > 0)
         mixed *= torch.where(live, 1.0 / norm, 0.0)[..., None]
-        return mixed, torch.where(live, peak + norm.log() - whole, -torch.inf)
+        return mixed, torch.where(live, peak + norm.log() - log_mass, -torch.inf)
 
 
 def blocked_keys(allowed: Tensor) -> Tensor:

@@ -143,13 +143,13 @@ class KdRows:
         self, record: TopkTargets, log_q: Tensor, at: slice, wants_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
         ids = record.ids[at].long()
-        own = log_q.gather(-1, ids)
+        log_q_head = log_q.gather(-1, ids)
         if ids.shape[-1] == self.vocab_size:
-            values, slope = self._classes(record.log_probs[at].to(own.dtype), own, wants_gradient)
+            values, slope = self._classes(record.log_probs[at].to(log_q_head.dtype), log_q_head, wants_gradient)
             return values, None if slope is None else log_q.scatter_(-1, ids, slope)
-        tail = take_tail(log_q, ids, own)[:, None]
-        log_p = torch.cat((record.log_probs[at], record.log_tail[at][:, None]), -1).to(own.dtype)
-        values, slope = self._classes(log_p, torch.cat((own, tail), -1), wants_gradient)
+        tail = take_tail(log_q, ids, log_q_head)[:, None]
+        log_p = torch.cat((record.log_probs[at], record.log_tail[at][:, None]), -1).to(log_q_head.dtype)
+        values, slope = self._classes(log_p, torch.cat((log_q_head, tail), -1), wants_gradient)
         if slope is None:
             return values, None
         spread = log_q.sub_(tail).exp_().mul_(slope[:, -1:])
@@ -224,20 +224,20 @@ def _flat(value: Tensor, axes: int, device: torch.device) -> Tensor:
 def _resolve_temperature(temperature: float | None, record: TopkTargets | None) -> float:
     if record is None:
         return check_temperature(1.0 if temperature is None else temperature)
-    own = check_temperature(record.temperature)
-    fits = temperature is None or check_temperature(temperature) == own
-    rule = f"be {own:g}, that of the targets: mass in a tail cannot be moved to another"
+    of_record = check_temperature(record.temperature)
+    fits = temperature is None or check_temperature(temperature) == of_record
+    rule = f"be {of_record:g}, that of the targets: mass in a tail cannot be moved to another"
     need(fits, "argument-value", "temperature", rule, repr(temperature))
-    return own
+    return of_record
 
 
 def _check_teacher(logits: Tensor, shape: tuple[int, ...], temperature: float, options: KdOptions) -> Tensor:
     check_logits(logits, "targets", check=options.check)
     counted = options.loss_mask if tuple(logits.shape[:-1]) == shape[:-1] else None
-    kept = cut_teacher(logits.detach(), options.vocab_size, temperature, check=options.check, counted=counted)
-    check_classes("targets", kept.shape[-1], shape[-1])
-    check_shape(kept, "targets, as the student's logits,", shape)
-    return kept
+    classes = cut_teacher(logits.detach(), options.vocab_size, temperature, check=options.check, counted=counted)
+    check_classes("targets", classes.shape[-1], shape[-1])
+    check_shape(classes, "targets, as the student's logits,", shape)
+    return classes
 
 
 def _check_ids(record: TopkTargets, rows: tuple[int, ...], vocab_size: int, *, check: bool) -> None:
@@ -276,10 +276,10 @@ def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, 
     if bool(wrong.any()):
         rule = f"exp(log_probs) and exp(log_tail) must sum to 1 within {tolerance:g} in rows that count"
         raise ShdError("not-a-distribution", f"{rule}; got {float(sums[wrong][0]):.6g}")
-    whole = record.ids.shape[-1] == record.vocab_size
-    if whole and not bool(torch.isneginf(tails).all()):
+    has_all = record.ids.shape[-1] == record.vocab_size
+    if has_all and not bool(torch.isneginf(tails).all()):
         raise ShdError("not-a-distribution", "log_tail must be -inf where no class is left for it")
-    if not whole and divergence == "reverse_kl" and bool(torch.isneginf(tails).any()):
+    if not has_all and divergence == "reverse_kl" and bool(torch.isneginf(tails).any()):
         raise ShdError(
             "support-mismatch",
             "log_tail must be finite in rows that count, for reverse_kl is infinite where the teacher has nothing "
@@ -423,8 +423,8 @@ class _LossOfHead(torch.autograd.Function):
         )
         head = weight.to(product)
         for at in row_chunks(len(hidden), rows.vocab_size, hidden.device):
-            read = hidden[at].to(product)
-            logits = (read @ head.mT).to(wide)
+            states = hidden[at].to(product)
+            logits = (states @ head.mT).to(wide)
             if bias is not None:
                 logits += bias.to(wide)
             values, slope = rows.terms(logits, at, wants_gradient=any(wants[:3]))
@@ -435,7 +435,7 @@ class _LossOfHead(torch.autograd.Function):
             if dhidden is not None:
                 dhidden[at] = (narrow @ head).to(wide)
             if dweight is not None:
-                dweight += narrow.mT @ read
+                dweight += narrow.mT @ states
             if dbias is not None:
                 dbias += slope.sum(0)
         # Slopes are of order one: in half precision the factor comes after the products, so that nothing underflows.

@@ -90,9 +90,9 @@ def embedding_loss(student: Tensor, teacher: Tensor, *, distance: str = "cosine"
     for name, vectors in (("student", student), ("teacher", teacher)):
         check_real(vectors, name, check=check)
     dtype = compute_dtype(student)
-    own, taught = _cosines(student.to(dtype)), _cosines(teacher.detach().to(student.device, dtype))
+    of_student, of_teacher = _cosines(student.to(dtype)), _cosines(teacher.detach().to(student.device, dtype))
     # The diagonal is 1 on both sides, but for rounding.
-    moved = (own - taught).square().fill_diagonal_(0.0)
+    moved = (of_student - of_teacher).square().fill_diagonal_(0.0)
     return moved.sum() / max(len(student) * (len(student) - 1), 1)
 
 
@@ -143,8 +143,8 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
     above = torch.ones_like(sides[0], dtype=torch.bool).triu(1)
     spearman = rank_correlation(*(cosines[above] for cosines in sides))
     k = min(k, count - 1)
-    expected, own = (_nearest(cosines, k) for cosines in sides)
-    shared, index = float((expected & own).sum()) / (k * count), None
+    expected, actual = (_nearest(cosines, k) for cosines in sides)
+    shared, index = float((expected & actual).sum()) / (k * count), None
     if teacher.shape == student.shape:
         first, second = (unit(side.detach().to(torch.float64)) for side in (teacher, student.to(teacher.device)))
         index = float((expected & _nearest(second @ first.T, k)).sum()) / (k * count)

@@ -120,10 +120,10 @@ def cut_teacher(
     logits: Tensor, vocab_size: int | None, temperature: float, *, check: bool, counted: Tensor | None = None
 ) -> Tensor:
     """The teacher's logits without padded classes, whose mass must be at most ``CUT_MASS`` where a row counts."""
-    kept = cut(logits, vocab_size, "teacher_logits")
-    if kept.shape[-1] == logits.shape[-1] or not check:
-        return kept
-    size, allowed = kept.shape[-1], float(load_tolerances()["constants"]["cut_mass"])
+    classes = cut(logits, vocab_size, "teacher_logits")
+    if classes.shape[-1] == logits.shape[-1] or not check:
+        return classes
+    size, allowed = classes.shape[-1], float(load_tolerances()["constants"]["cut_mass"])
     flat, dtype = logits.reshape(-1, logits.shape[-1]), compute_dtype(logits)
     worst = 0.0
     for chunk in row_chunks(len(flat), flat.shape[-1], flat.device):
@@ -134,15 +134,15 @@ def cut_teacher(
     rule = f"cut padding alone, with a mass of at most {allowed:g} in every row"
     got = f"{worst:.6g} on the classes from {size} to {logits.shape[-1] - 1}"
     need(worst <= allowed, "argument-value", "vocab_size", rule, got)
-    return kept
+    return classes
 
 
 def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
     if vocab_size is None:
         return logits
     size = check_integer("vocab_size", vocab_size, 1, None)
-    given = logits.shape[-1]
-    need(given >= size, "argument-shape", name, f"have at least vocab_size = {size} classes", given)
+    count = logits.shape[-1]
+    need(count >= size, "argument-shape", name, f"have at least vocab_size = {size} classes", count)
     return logits[..., :size]
 
 
@@ -262,17 +262,17 @@ def check_exact(
     rule = f"hidden of the targets must be {rows} and the width of the teacher's head"
     fits = tuple(hidden.shape[:-1]) == rows and hidden.shape[-1] == head.weight.shape[1]
     check_shapes(fits, rule, hidden, head.weight)
-    own = head.weight.device
-    need(own == device, "argument-value", "the teacher's head", f"be on {device}", own)
+    head_device = head.weight.device
+    need(head_device == device, "argument-value", "the teacher's head", f"be on {device}", head_device)
     states = hidden.detach().flatten(0, len(rows) - 1).to(device)
     # A wide student's loss is that of the same logits in its own dtype.
     states = states.to(torch.promote_types(compute_dtype(states), dtype))
-    given, size = len(head.weight), options.vocab_size
-    if num_classes > given or size is None:
-        check_classes("the teacher's head", given, num_classes)
-    if num_classes < given and options.check:
+    count, size = len(head.weight), options.vocab_size
+    if num_classes > count or size is None:
+        check_classes("the teacher's head", count, num_classes)
+    if num_classes < count and options.check:
         counted = None if options.loss_mask is None else options.loss_mask.reshape(-1).to(device)
-        for chunk in row_chunks(len(states), given, device):
+        for chunk in row_chunks(len(states), count, device):
             chunk_mask = None if counted is None else counted[chunk]
             cut_teacher(head.logits(states[chunk]), size, temperature, check=True, counted=chunk_mask)
-    return ExactTargets(states, head.cut(num_classes) if num_classes < given else head)
+    return ExactTargets(states, head.cut(num_classes) if num_classes < count else head)

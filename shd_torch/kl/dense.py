@@ -48,10 +48,10 @@ def run(request: KlRequest) -> KlResult:
         if slope is not None:
             dz *= slope
         batch, width = dz.shape[0], dz.shape[3]
-        held, queries = request.keys[samples, :, keys].to(dtype), request.queries[samples, :, rows].to(dtype)
-        grouped = dz.reshape(batch, held.shape[1], -1, width)
-        dq[samples, :, rows] = (grouped @ held).reshape(queries.shape)
-        dk[samples, :, keys] += grouped.mT @ queries.reshape(batch, held.shape[1], -1, queries.shape[3])
+        tile_keys, queries = request.keys[samples, :, keys].to(dtype), request.queries[samples, :, rows].to(dtype)
+        grouped = dz.reshape(batch, tile_keys.shape[1], -1, width)
+        dq[samples, :, rows] = (grouped @ tile_keys).reshape(queries.shape)
+        dk[samples, :, keys] += grouped.mT @ queries.reshape(batch, tile_keys.shape[1], -1, queries.shape[3])
     if dbias is not None and bias is not None:
         dbias.masked_fill_(~is_allowed(bias), 0.0)
     return KlResult(value if request.wants_value else None, request.scale * dq, request.scale * dk, dbias)

@@ -137,8 +137,8 @@ class KlRequest:
         -inf where the student may not attend; anything finite in a row without keys.
         """
         queries = self.queries[samples, :, rows].to(self.dtype)
-        held = self.keys[samples, :, keys].to(self.dtype)
-        logits, slope = self.rule.narrow(samples).tile_logits(queries, held, rows, keys)
+        tile_keys = self.keys[samples, :, keys].to(self.dtype)
+        logits, slope = self.rule.narrow(samples).tile_logits(queries, tile_keys, rows, keys)
         if self.temperature != 1.0:
             logits = temper(logits, logits, self.temperature)
         return logits.log_softmax(-1), slope
@@ -151,8 +151,8 @@ class KlRequest:
         allowed = self.rule.narrow(samples).allowed(rows, keys, probs.device)
         if allowed is None:
             return probs
-        kept = probs.masked_fill(~allowed, 0.0)
-        return rescale_rows(kept, self.mass[samples, :, rows], probs.sum(-1) - kept.sum(-1))
+        allowed_probs = probs.masked_fill(~allowed, 0.0)
+        return rescale_rows(allowed_probs, self.mass[samples, :, rows], probs.sum(-1) - allowed_probs.sum(-1))
 
 
 def make_request(
@@ -218,8 +218,8 @@ def _place(
         check_mask(loss_mask, "loss_mask", (queries.shape[0], queries.shape[2]))
         loss_mask = loss_mask.to(device)
     if options.check:
-        seen = queries if loss_mask is None else queries.masked_fill(~loss_mask[:, None, :, None], 0)
-        check_real(seen, "student_q", check=True, layer=layer)
+        counted = queries if loss_mask is None else queries.masked_fill(~loss_mask[:, None, :, None], 0)
+        check_real(counted, "student_q", check=True, layer=layer)
         supervision.check(loss_mask, layer)
     return supervision if loss_mask is None else supervision.drop_rows(loss_mask), loss_mask
 
@@ -243,11 +243,11 @@ def _weigh(request: KlRequest, counted: Tensor, beta: float) -> tuple[KlRequest,
 
 def _keeps_mass(request: KlRequest) -> Tensor:
     """Rows ``(B, H_s, L)`` of which something is left where the student may attend (LOSS-15)."""
-    kept = torch.zeros(request.shape[:3], dtype=torch.bool, device=request.mass.device)
+    has_mass = torch.zeros(request.shape[:3], dtype=torch.bool, device=request.mass.device)
     for tile, samples, rows in request.supervision.tiles():
         probs = request.teacher_probs(tile, samples, rows, slice(0, request.shape[3]))
-        kept[samples, :, rows] = (probs != 0).any(-1)
-    return kept
+        has_mass[samples, :, rows] = (probs != 0).any(-1)
+    return has_mass
 
 
 def check_support(request: KlRequest, layer: int) -> None:

@@ -56,12 +56,12 @@ def run(request: KlRequest) -> KlResult:
     taught = request.queries.to(wide) * counted
     mass = request.mass[..., None]
 
-    held = expand_heads(center_keys(request.keys, dtype), heads)
-    maps = MapFactors(queries, held, request.rule, request.temperature)
-    own, own_transposed = attend_both_ways(maps, values, mass * taught)
+    centred = expand_heads(center_keys(request.keys, dtype), heads)
+    maps = MapFactors(queries, centred, request.rule, request.temperature)
+    student, own_transposed = attend_both_ways(maps, values, mass * taught)
     merged, transposed = request.supervision.products(values, taught, temperature=request.temperature)
     factor = request.scale / request.temperature
-    dq = factor * number * counted * (mass * own.to(wide) - merged.to(wide))
+    dq = factor * number * counted * (mass * student.to(wide) - merged.to(wide))
     dk = factor * number * _settle_columns(own_transposed.to(wide), transposed.to(wide))
     return KlResult(value, dq, sum_heads(dk, request.keys.shape[1]))
 
@@ -79,8 +79,8 @@ def _usual_key(request: KlRequest, keys: Tensor, dtype: torch.dtype) -> Tensor:
     probs, _ = request.log_probs(slice(None), rows, slice(0, request.shape[3]))
     counted = (request.weights[:, :, rows, None] != 0).to(keys.dtype)
     number = counted.sum(2, keepdim=True)
-    seen = (probs.exp() * counted).sum(2, keepdim=True) @ keys / number.clamp(min=1.0)
-    return torch.where(number == 0, mean, seen)
+    average = (probs.exp() * counted).sum(2, keepdim=True) @ keys / number.clamp(min=1.0)
+    return torch.where(number == 0, mean, average)
 
 
 def _settle_columns(own: Tensor, merged: Tensor) -> Tensor:

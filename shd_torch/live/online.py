@@ -159,9 +159,9 @@ class OnlineTeacher:
         """
         from shd_ref.shrink.student import read_student
 
-        made = read_student(student)
-        plans = {teacher: plan for (_, teacher), plan in zip(made.layer_pairs, made.plans, strict=True)}
-        return cls(model, made.num_heads, made.layer_pairs, plan=plans, **options)
+        report = read_student(student)
+        plans = {teacher: plan for (_, teacher), plan in zip(report.layer_pairs, report.plans, strict=True)}
+        return cls(model, report.num_heads, report.layer_pairs, plan=plans, **options)
 
     @property
     def student_layers(self) -> TaughtLayers:

@@ -96,8 +96,8 @@ def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence
     slots = []
     for slot in range(max(len(group) for group in groups)):
         # Every head reads the values of its group's member number `slot`, the last one where there are fewer.
-        read = [group_of[head][min(slot, len(group_of[head]) - 1)] for head in range(teacher.num_heads)]
-        slots.append(teacher.apply_to(values[:, read]))
+        members = [group_of[head][min(slot, len(group_of[head]) - 1)] for head in range(teacher.num_heads)]
+        slots.append(teacher.apply_to(values[:, members]))
     return [torch.stack([product[:, list(group)] for product in slots[: len(group)]], dim=2) for group in groups]
 
 
@@ -151,14 +151,14 @@ def _residual(
     for head, group in enumerate(groups):
         members = list(group)
         if products is None:
-            own = teacher.apply_to(values)[:, members]
+            unmerged = teacher.apply_to(values)[:, members]
             # One map for all: each head's values, read with the mean of all maps.
             reads = [teacher.apply_to(values[:, member : member + 1]).mean(1) for member in members]
             merged = torch.stack(reads, dim=1)
         else:
-            own = products[head].diagonal(dim1=1, dim2=2).movedim(-1, 1)  # (B, k, L, d_v)
-            weights = supervision.mixing[:, head, members].to(own.dtype)
+            unmerged = products[head].diagonal(dim1=1, dim2=2).movedim(-1, 1)  # (B, k, L, d_v)
+            weights = supervision.mixing[:, head, members].to(unmerged.dtype)
             merged = torch.einsum("bi,bijld->bjld", weights, products[head])
-        error += torch.einsum("bjld,jdm->blm", (merged - own).double(), projection[members])
-        target += torch.einsum("bjld,jdm->blm", own.double(), projection[members])
+        error += torch.einsum("bjld,jdm->blm", (merged - unmerged).double(), projection[members])
+        target += torch.einsum("bjld,jdm->blm", unmerged.double(), projection[members])
     return relative_error(error, target, query_mask).to(teacher.dtype)

@@ -96,16 +96,16 @@ def solve_pairs(
     a_p: Tensor, a_q: Tensor, x_p: Tensor, x_q: Tensor, *, query_mask: Tensor | None, rule: str
 ) -> AlphaSolution:
     """``solve_alpha`` for all pairs of a round: checked maps ``(B, P, L, S)``, value outputs ``(B, P, S, D)``."""
-    both = x_p + x_q
+    x_sum = x_p + x_q
     difference = a_p - a_q
-    m = difference @ both  # (B, P, L, D)
-    kept = a_q @ both
+    m = difference @ x_sum  # (B, P, L, D)
+    output_q = a_q @ x_sum
     minus_n = difference @ x_p if rule == "least_squares" else a_p @ x_q - a_q @ x_p
     sums = torch.stack(
         (
             (minus_n * m).sum(-1),
             m.square().sum(-1),
-            (kept + m).square().sum(-1) + kept.square().sum(-1),  # ||A_p X||^2 + ||A_q X||^2
+            (output_q + m).square().sum(-1) + output_q.square().sum(-1),  # ||A_p X||^2 + ||A_q X||^2
         )
     )  # (3, B, P, L)
     if query_mask is not None:
@@ -149,9 +149,9 @@ def gram_tensor(
     projection = split_projection(tuple(teacher_probs.shape), values, output_projection, query_mask, check=check)
     check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
     # Every head's map with every head's values: ordinary attention outputs (B, H_t, H_t, L, d_v).
-    read = torch.einsum("bils,bgsd->bigld", teacher_probs.double(), values.double())
+    products = torch.einsum("bils,bgsd->bigld", teacher_probs.double(), values.double())
     group = len(projection) // values.shape[1]
-    return gram_of_products(read.repeat_interleave(group, dim=2), projection, query_mask)
+    return gram_of_products(products.repeat_interleave(group, dim=2), projection, query_mask)
 
 
 def split_projection(
@@ -174,14 +174,14 @@ def split_projection(
     return output_projection.detach().double().reshape(heads, width, -1)
 
 
-def gram_of_products(read: Tensor, projection: Tensor, query_mask: Tensor | None) -> Tensor:
+def gram_of_products(products: Tensor, projection: Tensor, query_mask: Tensor | None) -> Tensor:
     """The gram tensor of heads from ``A_i V_j`` ``(B, H, H, L, d_v)`` and W_j ``(H, d_v, D)``, float64 (GRAM-1)."""
     inner = torch.einsum("jdm,lem->jlde", projection, projection)  # K
     if query_mask is not None:
-        read = read.masked_fill(~query_mask[:, None, None, :, None], 0.0)
+        products = products.masked_fill(~query_mask[:, None, None, :, None], 0.0)
     # One l after another: all at once would hold H_t^3 outputs.
     terms = [
-        torch.einsum("bijrd,bkrd->bijk", read @ inner[:, head], read[:, :, head])
+        torch.einsum("bijrd,bkrd->bijk", products @ inner[:, head], products[:, :, head])
         for head in range(projection.shape[0])
     ]
     return torch.stack(terms, dim=4)
@@ -203,8 +203,8 @@ def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -
 
 def solve_gram_pair(gram: Tensor, p: int, q: int) -> AlphaSolution:
     """``solve_alpha_from_gram`` on a checked float64 tensor, with what the report needs."""
-    both = [p, q]
-    pair = gram[:, both][:, :, both][:, :, :, both][:, :, :, :, both]  # (B, 2, 2, 2, 2)
+    heads = [p, q]
+    pair = gram[:, heads][:, :, heads][:, :, :, heads][:, :, :, :, heads]  # (B, 2, 2, 2, 2)
     maps = pair.movedim((1, 3), (0, 1))  # (2, 2, B, 2, 2): both maps first, then both value outputs
     difference = maps[0, 0] - maps[0, 1] - maps[1, 0] + maps[1, 1]  # g (B, 2, 2)
     numerator, denominator = difference[:, 0].sum(1), difference.sum((1, 2))
@@ -234,8 +234,8 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
     for axis in (1, 2, 3, 4):
         first, second = merged.narrow(axis, p, 1), merged.narrow(axis, q, 1)
         new = weight * first + (1.0 - weight) * second if axis in (1, 3) else first + second
-        rest = merged.index_select(axis, torch.tensor(others, dtype=torch.int64, device=merged.device))
-        merged = torch.cat((new, rest), dim=axis)
+        untouched = merged.index_select(axis, torch.tensor(others, dtype=torch.int64, device=merged.device))
+        merged = torch.cat((new, untouched), dim=axis)
     return merged
 
 

@@ -45,8 +45,8 @@ class Adapter:
         # PyTorch takes neither negative strides nor the other byte order; both are the judge's to ask for (MAP-15).
         kind = np.int64 if value.dtype.kind == "u" else value.dtype.newbyteorder("=")  # nor many unsigned integers
         tensor = torch.tensor(np.array(value, dtype=kind, order="C"), device=self.device)
-        own = isinstance(value, OwnDtype) or not tensor.is_floating_point()
-        return tensor if own else tensor.to(getattr(torch, dtype))
+        keeps_dtype = isinstance(value, OwnDtype) or not tensor.is_floating_point()
+        return tensor if keeps_dtype else tensor.to(getattr(torch, dtype))
 
 
 def _as_arrays(value: Any) -> Any:

@@ -221,13 +221,13 @@ def _safe_rows(
 ) -> LayerRows:
     """Rows in which nothing is infinite; what does not count is cut off before any function could give NaN."""
     number = counted.sum((0, 2)).clamp(min=1).to(teacher.dtype)
-    kept = counted & ~violated
-    usable = kept[..., None]
+    usable_rows = counted & ~violated
+    usable = usable_rows[..., None]
     teacher = teacher.masked_fill(~usable, 0.0)
-    mass = kept.to(teacher.dtype)
+    mass = usable_rows.to(teacher.dtype)
     if options.row_sums == "at_most_one":
         mass = teacher.sum(-1)
-        teacher = teacher / mass.masked_fill(~kept, 1.0)[..., None]
+        teacher = teacher / mass.masked_fill(~usable_rows, 1.0)[..., None]
     # A row that plays no part becomes one of zeros: its softmax is finite, and its gradient is cut off.
     may_attend = may_attend & usable
     blocked = ~may_attend & usable

@@ -82,8 +82,8 @@ def noised(x0: Tensor, noise: Tensor, t: Tensor, *, betas: Tensor | None = None,
     _check_same_shape(x0, noise, check)
     start = x0.to(compute_dtype(x0))
     tables = _schedule(betas, t, start, check)
-    made = tables.of_x0 * start + tables.of_noise * noise.to(start)
-    return made.to(x0.dtype) if x0.is_floating_point() else made
+    noisy = tables.of_x0 * start + tables.of_noise * noise.to(start)
+    return noisy.to(x0.dtype) if x0.is_floating_point() else noisy
 
 
 @without_autocast
@@ -169,22 +169,22 @@ def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Ta
     at = t.to(like.device, torch.int64)
     if check and bool(((at < 0) | (at >= len(table))).any()):
         raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {at.tolist()}")
-    kept = (1 - table).cumprod(0)  # abar
-    before = torch.cat((kept.new_ones(1), kept[:-1]))
-    variance = table * (1 - before) / (1 - kept)
+    abar = (1 - table).cumprod(0)
+    before = torch.cat((abar.new_ones(1), abar[:-1]))
+    variance = table * (1 - before) / (1 - abar)
     variance[0] = variance[1]
     tables = (
-        kept.sqrt(),
-        (1 - kept).sqrt(),
-        (1 - kept) / kept,
+        abar.sqrt(),
+        (1 - abar).sqrt(),
+        (1 - abar) / abar,
         table.log(),
         variance.log(),
-        table * before.sqrt() / (1 - kept),
-        (1 - before) * (1 - table).sqrt() / (1 - kept),
+        table * before.sqrt() / (1 - abar),
+        (1 - before) * (1 - table).sqrt() / (1 - abar),
     )
     shape = (-1, *[1] * (like.ndim - 1))
-    read = torch.stack(tables).to(like.device)[:, at].to(like.dtype)
-    return _Tables((at == 0).reshape(shape), *(column.reshape(shape) for column in read))
+    columns = torch.stack(tables).to(like.device)[:, at].to(like.dtype)
+    return _Tables((at == 0).reshape(shape), *(column.reshape(shape) for column in columns))
 
 
 def _check_same_shape(x0: Tensor, noise: Tensor, check: bool) -> None:
@@ -230,8 +230,8 @@ def _bound(tables: _Tables, x0: Tensor, noise: Tensor, epsilon: Tensor, span: Te
     offset = tables.posterior_of_x0 * tables.inverse_snr.sqrt() * (noise - epsilon)
     divergence = 0.5 * (log_made - log_true - 1 + (log_true - log_made).exp() + offset.square() * (-log_made).exp())
     noisy = tables.of_x0 * x0 + tables.of_noise * noise
-    made = tables.posterior_of_x0 * x0 + tables.posterior_of_noised * noisy + offset
-    nats = torch.where(tables.is_first, -_log_mass(x0, made, log_made), divergence)
+    mean = tables.posterior_of_x0 * x0 + tables.posterior_of_noised * noisy + offset
+    nats = torch.where(tables.is_first, -_log_mass(x0, mean, log_made), divergence)
     return nats.mean() / math.log(2)
 
 

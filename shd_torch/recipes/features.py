@@ -99,8 +99,8 @@ class ViTKD(nn.Module):
         if noise is None:
             noise = torch.rand((batch, tokens), device=student_last.device)
         gone = _removed_tokens(noise, (batch, tokens), self.removed)[..., None]
-        made = self.generate(_as_picture(torch.where(gone, self.mask_token, self.project(student_last)), grid))
-        generated = _squares(made.flatten(2).mT, teacher_last).masked_fill(~gone, 0.0).sum() / batch
+        picture = self.generate(_as_picture(torch.where(gone, self.mask_token, self.project(student_last)), grid))
+        generated = _squares(picture.flatten(2).mT, teacher_last).masked_fill(~gone, 0.0).sum() / batch
         return join(
             shd, mimic=Term(mimic, self.mimic_weight), generate=Term(generated, self.generate_weight / self.removed)
         )
@@ -190,7 +190,7 @@ def vkd(
         The terms ``cross_entropy`` (1), ``kd`` (g) and ``features`` (a).
     """
     weights = check_weight("kd_weight", kd_weight), check_weight("feature_weight", feature_weight)
-    kept, checked = prepare(student_logits, labels, distillation_logits, all_count="vkd", check=check)
+    logits, checked = prepare(student_logits, labels, distillation_logits, all_count="vkd", check=check)
     soft = kd_loss(targets, distillation_logits, temperature=temperature, check=check)
     check_real(student_features, "student_features", check=check, ndim=3)
     check_real(teacher_features, "teacher_features", check=check)
@@ -205,7 +205,7 @@ def vkd(
     features = F.smooth_l1_loss(F.linear(student, projection.to(dtype)), target)
     return join(
         shd,
-        cross_entropy=Term(label_loss(kept, checked), 1.0),
+        cross_entropy=Term(label_loss(logits, checked), 1.0),
         kd=Term(soft, weights[0]),
         features=Term(features, weights[1]),
     )

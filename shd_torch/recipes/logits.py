@@ -62,8 +62,8 @@ def prepare(
     else:
         tokens = {"student_logits": student_logits, "distillation_logits": distillation_logits}
         check_alike("(B, C)", check=check, **tokens)
-    kept = cut(student_logits, vocab_size, "student_logits")
-    return kept, as_labels(labels, kept, check=check, shift=shift, all_count=all_count)
+    logits = cut(student_logits, vocab_size, "student_logits")
+    return logits, as_labels(labels, logits, check=check, shift=shift, all_count=all_count)
 
 
 def _join_kd(shd: SHD | None, student_logits: Tensor, labels: Labels, soft: Tensor, weight: float) -> Terms:
@@ -81,8 +81,8 @@ def cross_entropy(
     denominator: their number. Defaults: those of a Hugging Face model, but that labels belong to their own rows
     unless ``shift`` is given. The term has weight 1.
     """
-    kept, checked = prepare(student_logits, labels, shift=shift, check=check)
-    return join(shd, cross_entropy=Term(label_loss(kept, checked), 1.0))
+    logits, checked = prepare(student_logits, labels, shift=shift, check=check)
+    return join(shd, cross_entropy=Term(label_loss(logits, checked), 1.0))
 
 
 @without_autocast
@@ -106,7 +106,7 @@ def language_kd(
     (``minillm/finetune.py``, ``--kd-ratio``).
     """
     weight = check_share("kd_weight", kd_weight)
-    kept, checked = prepare(student_logits, labels, shift=shift, vocab_size=vocab_size, check=check)
+    logits, checked = prepare(student_logits, labels, shift=shift, vocab_size=vocab_size, check=check)
     soft = kd_loss(
         targets,
         student_logits,
@@ -116,7 +116,7 @@ def language_kd(
         vocab_size=vocab_size,
         check=check,
     )
-    return _join_kd(shd, kept, checked, soft, weight)
+    return _join_kd(shd, logits, checked, soft, weight)
 
 
 @without_autocast
@@ -136,9 +136,9 @@ def image_kd(
     T = 1).
     """
     weight = check_share("kd_weight", kd_weight)
-    kept, checked = prepare(student_logits, labels, all_count="image_kd", check=check)
+    logits, checked = prepare(student_logits, labels, all_count="image_kd", check=check)
     soft = kd_loss(targets, student_logits, divergence="cross_entropy", temperature=temperature, check=check)
-    return _join_kd(shd, kept, checked, soft, weight)
+    return _join_kd(shd, logits, checked, soft, weight)
 
 
 @without_autocast
@@ -161,10 +161,10 @@ def babyllama(
     student has two. Defaults are BabyLlama's (w = 1 - alpha = .5, T = 2, Hugging Face's shift).
     """
     weight = check_share("kd_weight", kd_weight)
-    kept, checked = prepare(student_logits, labels, shift=shift, check=check)
+    logits, checked = prepare(student_logits, labels, shift=shift, check=check)
     mean = mean_logits(teacher_logits, check=check)
     soft = kd_loss(mean, student_logits, temperature=temperature, reduction="batch_mean", check=check)
-    return _join_kd(shd, kept, checked, soft, weight)
+    return _join_kd(shd, logits, checked, soft, weight)
 
 
 @without_autocast
@@ -222,9 +222,9 @@ def deit_soft(
     without such a token, which ``shd`` must know. Defaults are DeiT's (w = .5, T = 1).
     """
     weight = check_share("kd_weight", kd_weight)
-    kept, checked = prepare(student_logits, labels, distillation_logits, all_count="deit_soft", check=check)
+    logits, checked = prepare(student_logits, labels, distillation_logits, all_count="deit_soft", check=check)
     soft = kd_loss(targets, distillation_logits, temperature=temperature, reduction="sum", check=check)
-    return _join_kd(shd, kept, checked, soft / distillation_logits.numel(), weight)
+    return _join_kd(shd, logits, checked, soft / distillation_logits.numel(), weight)
 
 
 @without_autocast
@@ -243,11 +243,11 @@ def deit_hard(
     Every row counts; denominator of both terms: B. Default: DeiT's (w = .5).
     """
     weight = check_share("kd_weight", kd_weight)
-    kept, checked = prepare(student_logits, labels, distillation_logits, all_count="deit_hard", check=check)
+    logits, checked = prepare(student_logits, labels, distillation_logits, all_count="deit_hard", check=check)
     models = {"teacher_logits": teacher_logits, "distillation_logits": distillation_logits}
     check_alike("(B, C)", check=check, **models)
     decided = Labels(first_largest(teacher_logits.detach().to(distillation_logits.device)), None, None)
-    return _join_kd(shd, kept, checked, label_loss(distillation_logits, decided), weight)
+    return _join_kd(shd, logits, checked, label_loss(distillation_logits, decided), weight)
 
 
 @without_autocast

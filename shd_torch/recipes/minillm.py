@@ -52,8 +52,8 @@ class TeacherMixture:
         arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if self.attention_mask is not None:
             mask = self.attention_mask.to(input_ids.device)
-            made = mask.new_ones((len(mask), input_ids.shape[1] - mask.shape[1]))
-            mask = arguments["attention_mask"] = torch.cat((mask, made), 1)
+            sampled = mask.new_ones((len(mask), input_ids.shape[1] - mask.shape[1]))
+            mask = arguments["attention_mask"] = torch.cat((mask, sampled), 1)
             arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
         teacher: Tensor = self.teacher(**arguments).logits[:, -1].float().log_softmax(-1).to(student.device)
         if self.mix == 1:
@@ -149,8 +149,8 @@ def minillm_advantages(
     for position in reversed(range(values.shape[1])):
         after = values[:, position] + discount * after
         returns[:, position] = after
-    left = mask.to(values.device).flip(1).cumsum(1).flip(1)
-    normalised = returns / left.clamp(min=1)
+    rows_left = mask.to(values.device).flip(1).cumsum(1).flip(1)
+    normalised = returns / rows_left.clamp(min=1)
     return normalised if whitening == "none" else _whiten(normalised, whitening)
 
 
@@ -242,5 +242,5 @@ def _at(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
     """Log-probabilities of tokens ``(B, R)``, 0 where the row does not count, with no gradient there."""
     here = counted.to(logits.device)
     wide = logits.to(compute_dtype(logits)).masked_fill(~here[..., None], 0.0)
-    own = wide.gather(-1, ids.to(logits.device)[..., None])[..., 0] - wide.logsumexp(-1)
-    return own.masked_fill(~here, 0.0)
+    log_probs = wide.gather(-1, ids.to(logits.device)[..., None])[..., 0] - wide.logsumexp(-1)
+    return log_probs.masked_fill(~here, 0.0)

@@ -237,12 +237,12 @@ class ScaleReport:
         """
         share = check_weight("share", share)
         need(term in self.terms, "argument-value", "term", f"be one of {', '.join(self.terms)}", repr(term))
-        own = math.sqrt(max(self.products[term, term], 0.0))
+        norm = math.sqrt(max(self.products[term, term], 0.0))
         rule, got = "have a gradient to be weighed by it", f"{term}, whose gradient is 0"
-        need(own > 0, "argument-value", "term", rule, got)
+        need(norm > 0, "argument-value", "term", rule, got)
         weights = {name: scaled.weight for name, scaled in self.terms.items() if name != term}
         squared = math.fsum(a * b * self.products[i, j] for i, a in weights.items() for j, b in weights.items())
-        return share * math.sqrt(max(squared, 0.0)) / own
+        return share * math.sqrt(max(squared, 0.0)) / norm
 
     def __str__(self) -> str:
         width = max(len(name) for name in ("term", *self.terms))

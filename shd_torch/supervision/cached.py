@@ -351,7 +351,7 @@ def _attention_blobs(
         return [blob for blobs in codes for blob in blobs]
     # Numbers of four bytes come first, so that every section is aligned: mixing and steps, then codes.
     mixing: list[Any] = []
-    steps, rest = [], []
+    steps, vectors_codes = [], []
     for layer, blobs in zip(layers, codes, strict=True):
         column = form.column(layer)
         vectors = form.num_teacher_heads + form.factors[column].num_key_heads
@@ -359,8 +359,8 @@ def _attention_blobs(
             end = 4 * vectors * (record.length - record.first) if form.codec == "int8" else 0
             mixing.append(np.ascontiguousarray(record.parts["mixing"][column]).reshape(-1).view(np.uint8))
             steps.append(blob[:end])
-            rest.append(blob[end:])
-    return [*mixing, *steps, *rest]
+            vectors_codes.append(blob[end:])
+    return [*mixing, *steps, *vectors_codes]
 
 
 def _decode_vectors(stored: StoredRows, codes: Tensor) -> Tensor:
@@ -420,8 +420,8 @@ def _decode(form: Logits, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes = _unpack(rows[:, 2:codes_end], form.head, form.value_bits)
     shares = (codes.double() / ((1 << form.value_bits) - 1)).pow(3)
     # log(1 - exp(log_tail)), stable: what the tail leaves is shared out by the codes.
-    rest = torch.log(-torch.expm1(log_tail.clamp(max=-_TINY)))
-    log_probs = torch.log(shares / shares.sum(-1, keepdim=True)) + rest
+    log_head = torch.log(-torch.expm1(log_tail.clamp(max=-_TINY)))
+    log_probs = torch.log(shares / shares.sum(-1, keepdim=True)) + log_head
     ids = _unpack_ids(rows[:, codes_end:], form.head, form.vocab_size)
     return ids, log_probs.float(), log_tail[:, 0].float()
 

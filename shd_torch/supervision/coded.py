@@ -98,9 +98,9 @@ class Coded(Supervision):
         """Codes that are numbers themselves must be distributions; all others are by their decoding."""
         if self.codec != "float32":
             return
-        kept = self if loss_mask is None else self.drop_rows(loss_mask)
+        counted = self if loss_mask is None else self.drop_rows(loss_mask)
         softened = 1.0 if self.temperature is None else self.temperature  # the one temperature that codes are read at
-        for subset, _, rows in kept.tiles():
+        for subset, _, rows in counted.tiles():
             check_probs(subset.probs(rows, temperature=softened), "supervision", check=True, layer=layer)
 
     def key_range(self, rows: slice) -> slice:
@@ -116,8 +116,8 @@ class Coded(Supervision):
             size = packed_size(self.codec, self.support, self.num_student_heads, length, keys)
             numbers = range(len(self.lengths) - first)
             expected = [(self.starts[first] + number * size, length, keys) for number in numbers]
-            held = zip(self.starts[first:], self.lengths[first:], key_lengths[first:], strict=True)
-            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, expected, strict=True)))
+            places = zip(self.starts[first:], self.lengths[first:], key_lengths[first:], strict=True)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(places, expected, strict=True)))
             start, end = self.starts[first], self.starts[first] + count * size
             if start < 0 or end > self.buffer.numel():
                 rule = f"buffer must hold the codes of sample {first + count - 1}, bytes {end - size} to {end}"
@@ -142,9 +142,9 @@ class Coded(Supervision):
         heads = []
         for head in range(self.num_student_heads):
             start, end = head * entries + first, head * entries + last
-            held = codes[:, start // 2 : (end + 1) // 2]
+            stored = codes[:, start // 2 : (end + 1) // 2]
             # The earlier one is in the lower half; a row need not begin with a byte.
-            pairs = torch.stack([held & 0x0F, held >> 4], dim=-1).view(held.shape[0], -1)
+            pairs = torch.stack([stored & 0x0F, stored >> 4], dim=-1).view(stored.shape[0], -1)
             heads.append(pairs[:, start % 2 : start % 2 + last - first])
         return torch.stack(heads, dim=1)
 
@@ -152,10 +152,12 @@ class Coded(Supervision):
         top, bottom, _ = rows.indices(self.length)
         left, right, _ = keys.indices(self.shape[3])
         part = self._parts[0]
-        whole = len(self._parts) == 1 and bottom <= part.length and right <= part.num_keys and self.support == "full"
+        is_filled = (
+            len(self._parts) == 1 and bottom <= part.length and right <= part.num_keys and self.support == "full"
+        )
         shape = (*self.shape[:2], bottom - top, right - left)
         # Zeros are written only where nothing else will be.
-        tile = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=self.device)
+        tile = (torch.empty if is_filled else torch.zeros)(shape, dtype=dtype, device=self.device)
         for part in self._parts:
             length, end = part.num_keys, min(bottom, part.length)
             if top >= end:

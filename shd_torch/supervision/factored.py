@@ -91,8 +91,8 @@ class Factored(Supervision):
         """A teacher's own maps, unmixed; ``fields`` are ``rule`` or its fields, and ``row_mass``."""
         check_real(queries, "queries", check=False, ndim=4)
         batch, heads = queries.shape[:2]
-        own = torch.eye(heads, dtype=compute_dtype(queries), device=queries.device).expand(batch, -1, -1)
-        return cls(queries, keys, own, groups=tuple((head,) for head in range(heads)), **fields)
+        identity = torch.eye(heads, dtype=compute_dtype(queries), device=queries.device).expand(batch, -1, -1)
+        return cls(queries, keys, identity, groups=tuple((head,) for head in range(heads)), **fields)
 
     def unmixed(self) -> Self:
         return self.teacher(self.queries, self.keys, rule=self.rule, row_mass=self.row_mass)
@@ -147,17 +147,17 @@ class Factored(Supervision):
         )
 
     def check(self, loss_mask: Tensor | None, layer: int) -> None:
-        kept = self if loss_mask is None else self.drop_rows(loss_mask)
+        counted = self if loss_mask is None else self.drop_rows(loss_mask)
         for name in ("queries", "keys", "mixing"):
-            check_real(getattr(kept, name), f"supervision's {name}", check=True, layer=layer)
-        mixing = kept.mixing
+            check_real(getattr(counted, name), f"supervision's {name}", check=True, layer=layer)
+        mixing = counted.mixing
         check_convex(mixing, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
         outside = torch.ones(mixing.shape[1:], dtype=torch.bool, device=self.device)
         outside[self.pair_heads] = False
         if (mixing[:, outside] != 0).any():
             message = "mixing must be 0 outside of groups; got weights above 0 there"
             raise ShdError("mixing-invalid", message, "PLAN-6")
-        mass = kept.row_mass
+        mass = counted.row_mass
         if mass is not None and not ((mass >= 0) & (mass <= 1 + row_sum_tolerance("float32"))).all():
             message = f"row_mass must lie in [0, 1]; got {mass.min().item():.6g} to {mass.max().item():.6g}"
             raise ShdError("not-a-distribution", message, "MAP-9")
@@ -189,9 +189,9 @@ class Factored(Supervision):
 
     def _members(self, dtype: torch.dtype, temperature: float) -> MapFactors:
         teachers = self.pair_heads[1]
-        held = expand_heads(center_keys(self.keys.detach(), dtype), self.queries.shape[1])[:, teachers]
+        keys = expand_heads(center_keys(self.keys.detach(), dtype), self.queries.shape[1])[:, teachers]
         queries = self.queries.detach().to(dtype)[:, teachers]
-        return MapFactors(queries, held, self.rule.narrow(heads=teachers), temperature)
+        return MapFactors(queries, keys, self.rule.narrow(heads=teachers), temperature)
 
     def _weigh_pairs(self) -> Tensor:
         weights = self.mixing.detach().to(self.dtype)

@@ -26,10 +26,10 @@ HolderT = TypeVar("HolderT")
 def move(holder: HolderT, device: torch.device | str, *, non_blocking: bool = False) -> HolderT:
     """A copy of a dataclass with its tensors, and what holds tensors in it, on another device."""
     record: Any = holder
-    own = {field.name: getattr(record, field.name) for field in fields(record) if field.init}
-    for name, value in own.items():
-        own[name] = value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
-    return replace(record, **own)  # type: ignore[no-any-return]
+    values = {field.name: getattr(record, field.name) for field in fields(record) if field.init}
+    for name, value in values.items():
+        values[name] = value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+    return replace(record, **values)  # type: ignore[no-any-return]
 
 
 class RuleKeywords(TypedDict, total=False):
@@ -162,10 +162,10 @@ class AttentionRule:
         if self.is_causal and keys.stop - 1 > rows.start:
             allowed = j <= i
         if self.window is not None:
-            near = i - j < self.window
+            inside = i - j < self.window
             if not self.is_causal:
-                near = near & (j - i < self.window)
-            allowed = near if allowed is None else allowed & near
+                inside = inside & (j - i < self.window)
+            allowed = inside if allowed is None else allowed & inside
         if self.attn_mask is not None:
             mask = is_allowed(self._cut(self.attn_mask, rows, keys))
             allowed = mask if allowed is None else allowed & mask

@@ -92,8 +92,8 @@ class Supervision(ABC):
 
     def samples(self, start: int, stop: int) -> Self:
         record: Any = self
-        held = {name: value for name in self.PER_SAMPLE if (value := getattr(record, name)) is not None}
-        return replace(record, **{name: value[start:stop] for name, value in held.items()})  # type: ignore[no-any-return]
+        by_sample = {name: value for name in self.PER_SAMPLE if (value := getattr(record, name)) is not None}
+        return replace(record, **{name: value[start:stop] for name, value in by_sample.items()})  # type: ignore[no-any-return]
 
     def drop_rows(self, loss_mask: Tensor) -> Self:
         """A copy for a loss that does not count some rows: they may hold anything, but make no sum NaN.
@@ -305,8 +305,11 @@ class TaughtLayers(tuple[int, ...]):
         """The calls of a forward pass of a student ``name``, kind after kind; ``cache-mismatch`` for other counts."""
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys([*(kind for kind, _ in self.kinds), *kinds])}
         fits = all(counts[kind] == count for kind, count in self.kinds)
-        meant, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, counts.items()))
-        who, rule = f"a forward pass of {name}", f"make as many attention calls of each kind as its teaching, {meant}"
+        expected, got = (", ".join(f"{kind}={n}" for kind, n in pairs) for pairs in (self.kinds, counts.items()))
+        who, rule = (
+            f"a forward pass of {name}",
+            f"make as many attention calls of each kind as its teaching, {expected}",
+        )
         advice = "precompute with --student-layers of this student's numbers"
         need(fits, "cache-mismatch", who, rule, got, remedy=advice, spec_id="CACHE-105")
         by_call = list(zip(calls, kinds, strict=True))
@@ -314,28 +317,28 @@ class TaughtLayers(tuple[int, ...]):
 
     def check_calls(self, num_calls: int, name: str) -> None:
         """Refuse a student ``name`` of another depth than was meant: ``cache-mismatch``."""
-        meant = None if self.kinds else self.num_student_layers
-        rule = f"make {meant} attention calls, as its teaching was made for {meant} student layers"
+        depth = None if self.kinds else self.num_student_layers
+        rule = f"make {depth} attention calls, as its teaching was made for {depth} student layers"
         advice = f"precompute with --student-layers {num_calls} (a live teacher: layer_map={num_calls}), or with "
         advice += "--layer-pairs where some are not to be taught"
-        who, fits = f"a forward pass of {name}", meant in (None, num_calls)
+        who, fits = f"a forward pass of {name}", depth in (None, num_calls)
         need(fits, "cache-mismatch", who, rule, num_calls, remedy=advice, spec_id="CACHE-104")
 
 
 def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
     """The layers that several teachers teach, ascending; ``cache-mismatch`` for students of different depths."""
-    meant = {layers.num_student_layers for layers in taught if isinstance(layers, TaughtLayers)} - {None}
-    counts = " and ".join(map(str, sorted(count for count in meant if count is not None)))
+    depths = {layers.num_student_layers for layers in taught if isinstance(layers, TaughtLayers)} - {None}
+    counts = " and ".join(map(str, sorted(count for count in depths if count is not None)))
     rule, advice = (
         "be mapped to one number of student layers",
         "precompute, or make the live teacher, for this student",
     )
-    need(len(meant) < 2, "cache-mismatch", "all teachers", rule, counts, remedy=advice, spec_id="CACHE-104")
+    need(len(depths) < 2, "cache-mismatch", "all teachers", rule, counts, remedy=advice, spec_id="CACHE-104")
     kinds = {layers.kinds for layers in taught if isinstance(layers, TaughtLayers)}
     rule, got = "number one set of attention kinds", " and ".join(map(str, sorted(kinds)))
     need(len(kinds) < 2, "cache-mismatch", "all teachers", rule, got, spec_id="CACHE-105")
     numbers = sorted({layer for layers in taught for layer in layers})
-    return TaughtLayers(numbers, meant.pop() if meant else None, kinds.pop() if kinds else ())
+    return TaughtLayers(numbers, depths.pop() if depths else None, kinds.pop() if kinds else ())
 
 
 class TopkTargets(NamedTuple):

@@ -255,13 +255,13 @@ def batch_share(
     Source: silent, as it trains in one process. Decision: D-10, a mean over the rows of the whole batch.
     """
     rows = _read_number("num_rows", num_rows, 0.0)
-    whole = rows if num_rows_in_all is None else _read_number("num_rows_in_all", num_rows_in_all, rows).to(rows)
+    all_rows = rows if num_rows_in_all is None else _read_number("num_rows_in_all", num_rows_in_all, rows).to(rows)
     ranks = 1
     if dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size(group)
-        whole = whole.clone()
-        dist.all_reduce(whole, group=group)
-    return torch.where(whole == 0, 0.0, ranks * rows / whole).to(torch.float32)
+        all_rows = all_rows.clone()
+        dist.all_reduce(all_rows, group=group)
+    return torch.where(all_rows == 0, 0.0, ranks * rows / all_rows).to(torch.float32)
 
 
 def _read_number(name: str, value: object, least: float | Tensor) -> Tensor:

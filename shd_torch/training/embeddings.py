@@ -25,9 +25,9 @@ class SeenEmbeddings:
         self._left = MOST_TEXTS
 
     def add(self, teacher: Tensor, student: Tensor) -> None:
-        kept = [side[: self._left].detach().to("cpu", torch.float32) for side in (teacher, student)]
-        self._pairs.append((kept[0], kept[1]))
-        self._left -= len(kept[0])
+        first = [side[: self._left].detach().to("cpu", torch.float32) for side in (teacher, student)]
+        self._pairs.append((first[0], first[1]))
+        self._left -= len(first[0])
 
     def agreement(self) -> EmbeddingAgreement | None:
         if MOST_TEXTS - self._left < 3:
@@ -85,10 +85,10 @@ class EmbeddingLoss(nn.Module):
             got = "none" if labels is None else f"{tuple(labels.shape)} {labels.dtype}"
             message = f"labels must hold the teacher's embeddings (B, D) where there is no cache; got {got}"
             raise ShdError("argument-value", message)
-        own = torch.cat([self.model(dict(features))["sentence_embedding"] for features in columns])
+        embeddings = torch.cat([self.model(dict(features))["sentence_embedding"] for features in columns])
         if self.projector is not None:
-            own = self.projector(own.to(next(self.projector.parameters(), own).dtype))
-        return embedding_loss(own, taught, distance=self.distance, check=False)
+            embeddings = self.projector(embeddings.to(next(self.projector.parameters(), embeddings).dtype))
+        return embedding_loss(embeddings, taught, distance=self.distance, check=False)
 
     def _read(self, features: Mapping[str, Tensor]) -> Tensor:
         """Embeddings of a column from the cache, ``(B, D)``, by its tokens without their padding."""

@@ -64,8 +64,8 @@ class Recipe:
         rule, advice = f"be one of {', '.join(RECIPES)}", "others need a loop (docs/recipes.md)"
         need(name in RECIPES, "argument-value", "recipe", rule, repr(name), remedy=advice)
         self.name, self.kind, self.shift = name, RECIPES[name], shift
-        taken = set(inspect.signature(self.kind.run).parameters) - {"shd", "check", "shift"}
-        known = sorted(keyword for keyword in taken if not keyword.endswith(("logits", "labels", "targets")))
+        parameters = set(inspect.signature(self.kind.run).parameters) - {"shd", "check", "shift"}
+        known = sorted(keyword for keyword in parameters if not keyword.endswith(("logits", "labels", "targets")))
         unknown = sorted(set(options) - set(known))
         unknown += ["shift"] * (shift is not None and self.kind.of_text is False)
         rule = f"be of {', '.join(known) or 'none'}"
@@ -90,8 +90,8 @@ class Recipe:
             raise ShdError("argument-value", f"{rule}, a part of the classes: {advice}")
         parameter = inspect.signature(self.kind.run).parameters.get("temperature")
         # None = that of the targets, as of a recipe without one.
-        own = None if parameter is None else self.options.get("temperature", parameter.default)
-        check_targets("recipe", own if self.kind.at_any_temperature else 1.0, temperature, origin)
+        temperature_of_recipe = None if parameter is None else self.options.get("temperature", parameter.default)
+        check_targets("recipe", temperature_of_recipe if self.kind.at_any_temperature else 1.0, temperature, origin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,21 +125,21 @@ class RecipeTerms:
         advice = "train on texts of one length, or with a live teacher"
         need(not padded, "argument-value", f"a batch of {name}", rule, got, remedy=advice)
         tokens = ("cls_logits", "distillation_logits")
-        own: list[Any] = [read_output(outputs, token) for token in tokens] if kind.has_token else [logits]
+        students: list[Any] = [read_output(outputs, token) for token in tokens] if kind.has_token else [logits]
         rule = f"have a student that returns {' and '.join(tokens) if kind.has_token else 'logits'}"
-        found = all(isinstance(one, Tensor) for one in own)
-        need(found, "argument-value", name, rule, type(outputs).__name__)
+        are_tensors = all(isinstance(tensor, Tensor) for tensor in students)
+        need(are_tensors, "argument-value", name, rule, type(outputs).__name__)
         keywords = dict(recipe.options) | {"check": forward.check}
-        if kind.of_text or (kind.of_text is None and own[0].ndim == 3):
+        if kind.of_text or (kind.of_text is None and students[0].ndim == 3):
             keywords["shift"] = self.is_shifted
         counted = batch.counted(self._rule, length) if self._reads_text(batch) else None
         if counted is not None:
             # A row counts where it is read, its label stands one further on.
             first = torch.ones_like(counted[:, :1])
-            kept = torch.cat((first, counted[:, :-1]), 1) if self.is_shifted else counted
-            labels = labels.masked_fill(~kept.to(labels.device), IGNORED)
-        made = kind.run(own[0], labels, *own[1:], *self._learn(forward, length), **keywords)
-        for term, (value, weight) in made.items():
+            label_rows = torch.cat((first, counted[:, :-1]), 1) if self.is_shifted else counted
+            labels = labels.masked_fill(~label_rows.to(labels.device), IGNORED)
+        terms = kind.run(students[0], labels, *students[1:], *self._learn(forward, length), **keywords)
+        for term, (value, weight) in terms.items():
             yield term, weight, Measured({"": value}, count_samples if term in kind.by_sample else self.count)
 
     def _learn(self, forward: Forward, length: int) -> list[Any]:
@@ -150,8 +150,8 @@ class RecipeTerms:
         rule = f"have {'a' if kind.takes_several else 'one'} teacher that returns logits, cached or live"
         fits = len(targets) == 1 or (kind.takes_several and bool(targets))
         need(fits, "argument-value", name, rule, len(targets))
-        whole = not kind.needs_all or all(isinstance(target, Tensor) for target in targets)
-        need(whole, "argument-value", name, "have all logits of a teacher", "a part of the classes")
+        are_whole = not kind.needs_all or all(isinstance(target, Tensor) for target in targets)
+        need(are_whole, "argument-value", name, "have all logits of a teacher", "a part of the classes")
         return [targets] if kind.takes_several else targets
 
     @property

@@ -68,8 +68,8 @@ class BetaSchedule:
         if self.kind == "constant":
             return self.peak
         way = (progress - self.warmup) / (1.0 - self.warmup)
-        left = 1.0 - way if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
-        return self.end + (self.peak - self.end) * left
+        share = 1.0 - way if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
+        return self.end + (self.peak - self.end) * share
 
 
 Weight: TypeAlias = float | Callable[[float], float]
@@ -292,10 +292,10 @@ class HiddenTerm(Term):
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
         """The cache must hold the teacher's layers, or nothing where a live teacher gives them."""
-        wanted, held = self.teacher_layers, joined.hidden_layers
-        fits = set(wanted) <= set(held) or (has_teacher and not held)
-        rule = f"have the teacher's hidden states {list(wanted)} in {joined.cache.folder}"
-        got = f"{list(held)}: precompute with --hidden, and read them"
+        numbers, stored = self.teacher_layers, joined.hidden_layers
+        fits = set(numbers) <= set(stored) or (has_teacher and not stored)
+        rule = f"have the teacher's hidden states {list(numbers)} in {joined.cache.folder}"
+        got = f"{list(stored)}: precompute with --hidden, and read them"
         need(fits, "cache-mismatch", "hidden", rule, got, spec_id="CACHE-176")
 
     def make_projectors(
@@ -310,8 +310,8 @@ class HiddenTerm(Term):
             rule = f"be by the student numbers of pairs, {students}"
             need(not unknown, "argument-value", "projectors", rule, unknown)
             return self.projectors
-        held = None if manifest is None else manifest.hidden
-        widths = {} if held is None else {layer.layer: layer.width for layer in held.layers}
+        stored = None if manifest is None else manifest.hidden
+        widths = {} if stored is None else {layer.layer: layer.width for layer in stored.layers}
         widths |= {} if teacher_width is None else dict.fromkeys(self.teacher_layers, teacher_width)
         return {
             student: nn.Linear(student_width, width)
@@ -394,9 +394,9 @@ class EmbeddingTerm(Term):
         pooled = pool_states(states, forward.batch.counted(every_row, states.shape[1]), pooling=targets.pooling)
         if forward.seen is not None:
             forward.seen.add(targets.vectors, pooled)
-        own = forward.project({EMBEDDING: pooled})[EMBEDDING]
-        own = unit(own) if targets.normalize else own
-        loss = embedding_loss(own, targets.vectors, distance=self.distance, check=forward.check)
+        projected = forward.project({EMBEDDING: pooled})[EMBEDDING]
+        projected = unit(projected) if targets.normalize else projected
+        loss = embedding_loss(projected, targets.vectors, distance=self.distance, check=forward.check)
         return Measured({"": loss}, count_samples)
 
 

@@ -146,8 +146,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self.teachers = [] if teacher is None else list(teacher) if isinstance(teacher, Sequence) else [teacher]
         devices = f"{self.args.n_gpu} devices in one process (DataParallel)"
         remedy = "start it with torchrun or accelerate"
-        one = self.args.n_gpu <= 1
-        need(one, "argument-value", "SHDTrainer", "run one process a device", devices, remedy=remedy)
+        is_one = self.args.n_gpu <= 1
+        need(is_one, "argument-value", "SHDTrainer", "run one process a device", devices, remedy=remedy)
         if self.recipe is not None:
             self._check_recipe(self.recipe, kd)
         if isinstance(self.train_dataset, CacheJoin):
@@ -182,9 +182,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         """Refuse a cache for another student before the first step, as far as the student's config says."""
         form = cache.manifest.find(Maps)
         pooled = None if form is None else form.groups
-        whole = self.attention is None or self.attention.groups is None or pooled is None
+        fits = self.attention is None or self.attention.groups is None or pooled is None
         rule, why = "be left out for a cache whose maps are pooled", "precompute without --groups"
-        need(whole, "argument-value", "groups", rule, pooled, remedy=why, spec_id="CACHE-131")
+        need(fits, "argument-value", "groups", rule, pooled, remedy=why, spec_id="CACHE-131")
         config = getattr(self._student, "config", None)
         # Where they differ by layer, the first forward pass counts them.
         heads = None if getattr(config, "layer_sizes", None) else getattr(config, "num_attention_heads", None)
@@ -249,14 +249,14 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self._check_eval(chosen)
         if self._takes_labels or not isinstance(chosen, SupervisedDataset):
             return super().get_eval_dataloader(leave_samples(chosen, "eval_dataset"))
-        usual: Any = self.data_collator
-        is_joined = isinstance(usual, SupervisedCollator)
-        alone = usual.collate if is_joined else self._get_collator_with_removed_columns(usual, "evaluation")
+        collator: Any = self.data_collator
+        is_joined = isinstance(collator, SupervisedCollator)
+        alone = collator.collate if is_joined else self._get_collator_with_removed_columns(collator, "evaluation")
         self.data_collator = SupervisedCollator(alone, chosen.cache.manifest, chosen.layers)
         try:
             return super().get_eval_dataloader(chosen)
         finally:
-            self.data_collator = usual
+            self.data_collator = collator
 
     def prediction_step(
         self,
@@ -268,13 +268,13 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         """As in the base class; if the student has no loss, that of the terms, if there is a teacher."""
         if self._has_own_loss(inputs):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        seen = {name: value for name, value in inputs.items() if not name.startswith("label")}
-        usual = self.label_names, self.can_return_loss
+        unlabelled = {name: value for name, value in inputs.items() if not name.startswith("label")}
+        attributes = self.label_names, self.can_return_loss
         self.label_names, self.can_return_loss = [], bool(self.teachers) or "supervision" in inputs
         try:
-            loss, outputs, _ = super().prediction_step(model, seen, prediction_loss_only, ignore_keys)
+            loss, outputs, _ = super().prediction_step(model, unlabelled, prediction_loss_only, ignore_keys)
         finally:
-            self.label_names, self.can_return_loss = usual
+            self.label_names, self.can_return_loss = attributes
         return loss, outputs, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,13 +304,13 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self._record = self._record or StepRecord(self.state.global_step)
         self.projectors.zero_grad()  # the base class does so for the student alone
         started = time.perf_counter()
-        taken = list(islice(epoch_iterator, num_batches))
+        batches = list(islice(epoch_iterator, num_batches))
         self._record.wait_seconds += time.perf_counter() - started
-        if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(taken, num_batches):
+        if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(batches, num_batches):
             # A rank that stepped alone would wait for the others for ever.
-            taken, self.control.should_epoch_stop = [], True
-        self._totals = self._count(taken)
-        return super().get_batch_samples(iter(taken), len(taken), device)
+            batches, self.control.should_epoch_stop = [], True
+        self._totals = self._count(batches)
+        return super().get_batch_samples(iter(batches), len(batches), device)
 
     def compute_loss(
         self,
@@ -335,12 +335,12 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         online = [teacher(**batch.seen) for teacher in self.teachers]
         taught: list[Taught] = [*([] if batch.stored is None else [batch.stored]), *online]
         layers = unite_layers([teaching.layers for teaching in taught])
-        asked = {name: value for term in self.terms for name, value in term.KEYWORDS.items()}
+        keywords = {name: value for term in self.terms for name, value in term.KEYWORDS.items()}
         with nullcontext() if self.attention is None else capture_attention(model, layers) as captured:
             if self._base is None:
-                base, outputs = self._own_loss(model, batch.inputs | asked, num_items_in_batch)
+                base, outputs = self._own_loss(model, batch.inputs | keywords, num_items_in_batch)
             else:
-                base, outputs = None, model(**(batch.seen | asked))
+                base, outputs = None, model(**(batch.seen | keywords))
         forward = Forward(
             batch=batch,
             taught=taught,
@@ -390,10 +390,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         return weight * value
 
     def _count(self, batches: Sequence[Mapping[str, Any]]) -> dict[Counter, int]:
-        taken = [MicroBatch.of(batch, has_decoder=self._has_decoder) for batch in batches]
+        micro_batches = [MicroBatch.of(batch, has_decoder=self._has_decoder) for batch in batches]
         terms = [term for term in (self._base, *self.terms) if term is not None]
         counters: list[Counter] = [count_samples, *(term.count for term in terms)]
-        return {counter: sum(map(counter, taken)) for counter in counters}
+        return {counter: sum(map(counter, micro_batches)) for counter in counters}
 
     @property
     def _takes_labels(self) -> bool:
@@ -424,19 +424,19 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _check_decoder(self, seen: Mapping[str, Any]) -> None:
         """Refuse a batch from which the student alone could tell what its decoder reads, by shifting the labels."""
-        held = not self._has_decoder or bool({"decoder_input_ids", "decoder_inputs_embeds"} & seen.keys())
+        fits = not self._has_decoder or bool({"decoder_input_ids", "decoder_inputs_embeds"} & seen.keys())
         who = "a live teacher" if self.recipe is None else f"recipe {self.recipe.name}"
         rule = f"hold decoder_input_ids, as {who} is given no labels to shift"
         advice = "make them in the collator, such as by DataCollatorForSeq2Seq(tokenizer, model=student)"
-        need(held, "argument-value", "a batch of an encoder-decoder", rule, ", ".join(seen), remedy=advice)
+        need(fits, "argument-value", "a batch of an encoder-decoder", rule, ", ".join(seen), remedy=advice)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in the base class, with the projectors as a parameter group that clipping ignores."""
         is_given = self.optimizer is not None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        mine = [parameter for parameter in self.projectors.parameters() if parameter.requires_grad]
-        absent = [parameter for parameter in mine if parameter not in held]
+        optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = [parameter for parameter in self.projectors.parameters() if parameter.requires_grad]
+        absent = [parameter for parameter in parameters if parameter not in optimized]
         rule, got = "hold the parameters of the terms' projectors too", f"an optimizer without {len(absent)} of them"
         advice = "make the modules, and give them to both"
         need(not (absent and is_given), "argument-value", "optimizers", rule, got, remedy=advice)
@@ -488,7 +488,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _make_projectors(self) -> Projectors:
         """The projectors on this process's device, the same on every rank."""
-        joined, own = self.train_dataset, _find_width(self._student)
+        joined, width = self.train_dataset, _find_width(self._student)
         manifest = joined.cache.manifest if isinstance(joined, CacheJoin) else None
         modules: dict[int, nn.Module] = {}
         widths = (_find_width(teacher.model) for teacher in self.teachers if isinstance(teacher, OnlineTeacher))
@@ -497,7 +497,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.args.seed)
             for term in self.terms:
-                modules |= term.make_projectors(own, manifest, live)
+                modules |= term.make_projectors(width, manifest, live)
         projectors = Projectors(modules)
         projectors.to(self.args.device).join_ranks()
         return projectors
@@ -618,8 +618,8 @@ def _hash(folder: Path) -> dict[str, str]:
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest whole one; newer ones of this trainer, which are of no use, are removed."""
     numbers = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    found = [path for path in numbers if numbers[path].isdecimal() and (path / MARKER).exists()]
-    for path in sorted(found, key=lambda path: -int(numbers[path])):
+    checkpoints = [path for path in numbers if numbers[path].isdecimal() and (path / MARKER).exists()]
+    for path in sorted(checkpoints, key=lambda path: -int(numbers[path])):
         if is_whole(path):
             return path
         shutil.rmtree(path, ignore_errors=True)
