@@ -29,7 +29,7 @@ from shd_torch.kd.targets import mean_logits
 from shd_torch.kl.backends import attention_kl
 from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.maps.loss import REDUCTIONS
-from shd_torch.maps.mixing import STRATEGIES
+from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Length, Taught, TaughtLayers, pool_supervision
 
@@ -97,6 +97,7 @@ class OnlineTeacher:
             and with explicit pairs the others need not be capturable.
         plan: as in ``squeeze_heads``, or the rounds of each paired teacher layer, by its number.
         strategy: as in ``squeeze_heads``.
+        alpha_rule: as in ``solve_alpha``.
         output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose projection cannot be located.
         hidden_layers: hidden states to keep, numbered as in Hugging Face: 0 for the embeddings, k for block k. The
             model is then called with ``output_hidden_states=True``.
@@ -119,6 +120,7 @@ class OnlineTeacher:
         *,
         plan: str | Rounds | Mapping[int, Rounds] | None = None,
         strategy: str = "shd",
+        alpha_rule: str = "least_squares",
         output_projections: Mapping[int, Tensor] | None = None,
         hidden_layers: Iterable[int] = (),
         with_teachers: Sequence[nn.Module] = (),
@@ -127,11 +129,11 @@ class OnlineTeacher:
             if not isinstance(module, nn.Module):
                 raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(module).__name__}")
         check_count("num_student_heads", num_student_heads)
-        check_option("strategy", strategy, STRATEGIES, "MIX-2")
+        check_strategy(strategy, alpha_rule)
         self.model = model
         self.num_student_heads = num_student_heads
         self._layer_map = _read_layer_map(layer_map)
-        self._strategy = strategy
+        self._merging = {"strategy": strategy, "alpha_rule": alpha_rule}
         self._plan = _read_plans(plan, num_student_heads, self._layer_map)
         self._given = dict(output_projections or {})
         for layer, weight in self._given.items():
@@ -272,7 +274,7 @@ class OnlineTeacher:
                 query_mask=query_mask,
                 check=check,
                 plan=self._plan[layer] if isinstance(self._plan, dict) else self._plan,
-                strategy=self._strategy,
+                **self._merging,
             )
         except ShdError as error:
             raise ShdError(error.code, f"teacher layer {layer}: {error}") from error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shd_ref.merging.plans import MergePlan, merge_plan, plan_groups
-from shd_torch.checks import check_option, without_autocast
+from shd_torch.checks import without_autocast
 from shd_torch.maps.alpha import (
     AlphaSolution,
     constant_alphas,
@@ -22,7 +22,7 @@ from shd_torch.maps.alpha import (
     solve_gram_pair,
     split_projection,
 )
-from shd_torch.maps.mixing import STRATEGIES, SqueezeReport, compose_rounds, relative_error, report_squeeze
+from shd_torch.maps.mixing import SqueezeReport, check_strategy, compose_rounds, relative_error, report_squeeze
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.mask import expand_heads
 
@@ -45,6 +45,7 @@ def squeeze_factored(
     plan: str | Iterable[Iterable[Sequence[int]]] | None = None,
     strategy: str = "shd",
     query_mask: Tensor | None = None,
+    alpha_rule: str = "least_squares",
     check: bool = True,
 ) -> FactoredSqueeze:
     """``squeeze_heads`` without maps: the mixing of any strategy from gram tensors (GRAM-1..5, MIX-1..17).
@@ -59,7 +60,7 @@ def squeeze_factored(
 
     Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2, D-22.
     """
-    check_option("strategy", strategy, STRATEGIES, "MIX-2")
+    check_strategy(strategy, alpha_rule)
     maps = (*teacher.queries.shape[:3], teacher.keys.shape[2])
     projection = split_projection(maps, values, output_projection, query_mask, check=check)
     if check:
@@ -80,7 +81,7 @@ def squeeze_factored(
                 gram_of_products(product.double(), projection[list(group)], query_mask)
                 for product, group in zip(products, groups, strict=True)
             ]
-            solutions = _solve_rounds(grams, groups, rounds, strategy)
+            solutions = _solve_rounds(grams, groups, rounds, strategy, alpha_rule)
         mixing = compose_rounds([solution.clipped for solution in solutions], rounds, _identity(teacher))
     supervision = replace(
         teacher,
@@ -107,7 +108,7 @@ def _identity(teacher: Factored) -> Tensor:
 
 
 def _solve_rounds(
-    grams: list[Tensor], groups: Sequence[Sequence[int]], rounds: MergePlan, strategy: str
+    grams: list[Tensor], groups: Sequence[Sequence[int]], rounds: MergePlan, strategy: str, alpha_rule: str
 ) -> list[AlphaSolution]:
     """Run the plan on the groups' gram tensors (GRAM-4, MIX-4, MIX-5)."""
     home = {member: number for number, group in enumerate(groups) for member in group}
@@ -120,7 +121,7 @@ def _solve_rounds(
             number, (first, second) = home[pool[p]], (pool[p], pool[q])
             order, gram = orders[number], grams[number]
             at = order.index(first), order.index(second)
-            solution = solve_gram_pair(gram, *at)
+            solution = solve_gram_pair(gram, *at, alpha_rule)
             if strategy == "hard":
                 solution = solution.hardened()
             round_solutions.append(solution)

@@ -201,13 +201,18 @@ def solve_alpha_from_gram(gram: Tensor, p: int, q: int, *, check: bool = True) -
     return solve_gram_pair(gram.double(), p, q).clipped
 
 
-def solve_gram_pair(gram: Tensor, p: int, q: int) -> AlphaSolution:
-    """``solve_alpha_from_gram`` on a checked float64 tensor, with what the report needs."""
+def solve_gram_pair(gram: Tensor, p: int, q: int, rule: str = "least_squares") -> AlphaSolution:
+    """``solve_alpha_from_gram`` on a checked float64 tensor, with what the report needs and under either rule."""
     heads = [p, q]
     pair = gram[:, heads][:, :, heads][:, :, :, heads][:, :, :, :, heads]  # (B, 2, 2, 2, 2)
     maps = pair.movedim((1, 3), (0, 1))  # (2, 2, B, 2, 2): both maps first, then both value outputs
     difference = maps[0, 0] - maps[0, 1] - maps[1, 0] + maps[1, 1]  # g (B, 2, 2)
-    numerator, denominator = difference[:, 0].sum(1), difference.sum((1, 2))
+    if rule == "least_squares":
+        numerator = difference[:, 0].sum(1)
+    else:
+        # <A_p X_q - A_q X_p, M>: a map and a value output on the left, M's difference and sum on the right.
+        numerator = (maps[0, 0] - maps[0, 1])[:, 1].sum(1) - (maps[1, 0] - maps[1, 1])[:, 0].sum(1)
+    denominator = difference.sum((1, 2))
     # Where value outputs cancel, rounding leaves this scale below 0, and the quotient of two zeros (GRAM-7).
     scale = (maps[0, 0] + maps[1, 1]).sum((1, 2)).clamp_min(0.0)
     return minimize(numerator, denominator, scale)

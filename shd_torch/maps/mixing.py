@@ -107,8 +107,7 @@ def squeeze_heads(
 
     Source: Algorithm 1, Eq. 5-10. Deviations: D-1, D-2.
     """
-    check_option("strategy", strategy, STRATEGIES, "MIX-2")
-    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
+    check_strategy(strategy, alpha_rule)
     check_option("alpha_from", alpha_from, ALPHA_FROM, "TEMP-3")
     temperature = check_temperature(temperature)
     _check_maps(teacher_probs, value_outputs, query_mask, row_sums, check=check)
@@ -163,6 +162,11 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     if check:
         check_convex(weights, row_sum_tolerance(str(mixing.dtype).removeprefix("torch.")))
     return _mix(teacher_probs.to(dtype), weights).to(map_dtype(teacher_probs))
+
+
+def check_strategy(strategy: str, alpha_rule: str) -> None:
+    check_option("strategy", strategy, STRATEGIES, "MIX-2")
+    check_option("alpha_rule", alpha_rule, ALPHA_RULES, "ALPHA-4")
 
 
 def _check_maps(

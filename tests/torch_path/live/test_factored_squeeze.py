@@ -162,15 +162,16 @@ def test_no_tensor_is_quadratic_in_the_length(strategy: str) -> None:
     assert largest(2048) < 2048 * 2048 / 4
 
 
-def test_sinks() -> None:
+def test_printed_rule_and_sinks() -> None:
     mass = torch.rand(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     teacher, values, projection, probs = teacher_case(row_mass=mass)
     outputs = shd_ref.value_outputs(values.numpy(), projection.numpy())
-    expected = shd_ref.squeeze_heads(probs, outputs, 3, row_sums="at_most_one")
-    actual = squeeze_factored(teacher, values, projection, 3)
-    assert_agrees(actual.mixing, expected.mixing, "float64", "alpha")
-    assert_agrees(actual.residual, expected.residual, "float64", "residual")
-    np.testing.assert_allclose(to_float64(actual.supervision.mass()), expected.probs.sum(-1), atol=1e-9)
+    for rule in ("least_squares", "as_printed"):
+        expected = shd_ref.squeeze_heads(probs, outputs, 3, alpha_rule=rule, row_sums="at_most_one")
+        actual = squeeze_factored(teacher, values, projection, 3, alpha_rule=rule)
+        assert_agrees(actual.mixing, expected.mixing, "float64", "alpha")
+        assert_agrees(actual.residual, expected.residual, "float64", "residual")
+        np.testing.assert_allclose(to_float64(actual.supervision.mass()), expected.probs.sum(-1), atol=1e-9)
 
 
 @pytest.mark.parametrize(
