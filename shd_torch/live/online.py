@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,6 @@ from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Length, Taught, TaughtLayers, pool_supervision
 
 Rounds: TypeAlias = Iterable[Iterable[Sequence[int]]]
-
-
-class LayerKeywords(TypedDict, total=False):
-    """Keywords that ``layer_kls`` hands on to ``attention_kl``."""
-
-    support: str
-    value: str
-    backend: str
-    product_dtype: torch.dtype | None
-    check: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,7 +279,7 @@ def layer_kls(
     beta: float = 1.0,
     reduction: str = "sum",
     groups: Tensor | Mapping[int, Tensor] | None = None,
-    **keywords: Unpack[LayerKeywords],
+    **keywords: Any,
 ) -> dict[int, Tensor]:
     """The SHD terms of a captured student, one per layer; the loss is their sum, averaged over teachers.
 

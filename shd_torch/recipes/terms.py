@@ -22,7 +22,7 @@ from shd_torch.capture.capture import Captured
 from shd_torch.checks import INTEGERS, REALS, check_dtype, check_real, check_shape, check_shapes, compute_dtype
 from shd_torch.kd import TopkTargets, kd_loss
 from shd_torch.kd.targets import check_logits
-from shd_torch.live.online import LayerKeywords, OnlineSupervision, layer_kls
+from shd_torch.live.online import OnlineSupervision, layer_kls
 from shd_torch.supervision.supervision import Taught
 
 
@@ -86,7 +86,7 @@ class SHD:
     loss_mask: Tensor | Mapping[int, Tensor | None] | None = None
     temperature: float = 1.0
     reduction: str = "sum"
-    kl: LayerKeywords | None = None
+    kl: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_weight("beta", self.beta)

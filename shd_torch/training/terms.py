@@ -22,7 +22,7 @@ from shd_torch.checks import check_option, check_temperature
 from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, pool_states
 from shd_torch.kd.chunks import DISTANCES, DIVERGENCES, unit
 from shd_torch.kd.embeddings import DISTANCES as OF_EMBEDDINGS
-from shd_torch.live.online import LayerKeywords, layer_kls
+from shd_torch.live.online import layer_kls
 from shd_torch.supervision.supervision import Taught
 from shd_torch.training.batch import ROWS, Counter, Forward, MicroBatch, count_positions, count_samples, every_row
 
@@ -125,12 +125,6 @@ Groups: TypeAlias = TokenGroups | Callable[[Any], TokenGroups]
 """The same, or what makes it of the student's outputs."""
 
 
-class AttentionKeywords(LayerKeywords, total=False):
-    """Keywords of ``attention_kl`` that the term on attention takes."""
-
-    temperature: float
-
-
 @dataclass(frozen=True, eq=False)
 class AttentionTerm(Term):
     """``beta * KL(merged map || student map)`` of all taught layers, over the positions of the samples."""
@@ -138,7 +132,7 @@ class AttentionTerm(Term):
     NAME: ClassVar[str] = "shd"
     WEIGHT_NAME: ClassVar[str] = "beta"
     weight: Weight
-    kl: AttentionKeywords
+    kl: Mapping[str, Any]  # keywords of ``attention_kl``
     groups: Groups | None = None
 
     def count(self, batch: MicroBatch) -> int:
@@ -149,7 +143,7 @@ class AttentionTerm(Term):
         layers, batch = forward.layers, forward.batch
         groups = self.groups(forward.outputs) if callable(self.groups) else self.groups
         masks = {layer: batch.padding_mask(of_decoder=layers.kind(layer) in DECODER_KINDS) for layer in layers}
-        keywords = AttentionKeywords(**({"check": forward.check} | self.kl))
+        keywords: dict[str, Any] = {"check": forward.check, **self.kl}
         if not forward.is_training:
             keywords["value"] = "exact"  # a surrogate is for gradients
         taught = [teaching for teaching in forward.taught if teaching.layers]

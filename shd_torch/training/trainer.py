@@ -42,7 +42,6 @@ from shd_torch.training.batch import (
 from shd_torch.training.embeddings import SeenEmbeddings
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.terms import (
-    AttentionKeywords,
     AttentionTerm,
     EmbeddingTerm,
     Groups,
@@ -128,7 +127,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         embeddings: EmbeddingTerm | None = None,
         terms: Sequence[Term] = (),
         teacher: OnlineTeacher | Sequence[OnlineTeacher] | None = None,
-        kl: AttentionKeywords | None = None,
+        kl: Mapping[str, Any] | None = None,
         groups: Groups | None = None,
         **kwargs: Any,
     ) -> None:
@@ -136,7 +135,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         self._is_self_taught: bool = self.can_return_loss  # as CLIP is; the attribute changes in prediction_step
         if not torch.accelerator.is_available():
             self.args.dataloader_pin_memory = False  # there is nothing to pin for, of which PyTorch warns
-        self.kl = AttentionKeywords(**(kl or {}))
+        self.kl = dict(kl or {})
         self.attention = None if beta is None else AttentionTerm(beta, self.kl, groups)
         self.terms: list[Term] = [t for t in (self.attention, kd, hidden, embeddings, *terms) if t is not None]
         self.recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
