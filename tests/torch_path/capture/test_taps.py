@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.binding.models import NUM_LAYERS, PlainViT, hf_inputs, hf_model
+from support.binding.models import NUM_LAYERS, PlainViT
 from support.refusals import refusal
 from torch import Tensor, nn
 
@@ -144,24 +144,3 @@ def test_attention_of_another_thread_is_not_recorded(compiled: bool) -> None:
     with capture_attention(model, NUM_LAYERS) as captured:
         model(images)
     assert captured.num_calls == NUM_LAYERS
-
-
-def test_another_thread_inside_of_a_hugging_face_call_is_not_recorded() -> None:
-    transformers = pytest.importorskip("transformers", reason="a Hugging Face student")
-    model, inputs = hf_model("llama"), hf_inputs("llama")
-    x = torch.randn(1, 1, 7, 4)
-
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-        in_another_thread(lambda: F.scaled_dot_product_attention(x, x, x, scale=9.0))
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, is_causal=True, scale=kwargs["scaling"], enable_gqa=True
-        )[0].transpose(1, 2), None
-
-    transformers.AttentionInterface.register("of_a_test", attend)
-    try:
-        model.set_attn_implementation("of_a_test")
-        with capture_attention(model, NUM_LAYERS) as captured:
-            model(input_ids=inputs["input_ids"])
-    finally:
-        del transformers.AttentionInterface._global_mapping["of_a_test"]
-    assert [(call.rule.scale, call.rule.is_causal) for call in captured.calls] == [(8**-0.5, True)] * NUM_LAYERS

@@ -270,14 +270,6 @@ def test_another_students_cache_is_refused(tmp_path: Path, wanted: dict[str, Any
         check_cache(reader, **wanted)
 
 
-@pytest.mark.parametrize("layers", [3, 5])
-def test_a_layer_map_is_for_one_number_of_student_layers(tmp_path: Path, layers: int) -> None:
-    reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES, num_student_layers=4)))
-    check_cache(reader, num_student_layers=4)
-    with refusal("cache-mismatch", f"num_student_layers must be 4, .*; got {layers}"):
-        check_cache(reader, num_student_layers=layers)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is page-locked for a CUDA device alone")
 def test_a_pinned_buffer_reaches_the_device(tmp_path: Path) -> None:

@@ -45,13 +45,10 @@ def cases() -> list[Any]:
     table: dict[str, KlCase] = {
         "L197-S65": make_case(197, 65, student_heads=3, key_heads=3, teacher_heads=6, grouped=True),
         "L65-S197-causal": make_case(65, 197, **both(is_causal=True)),
-        "L257-causal": make_case(257, **both(is_causal=True)),
         "L530-left-padded": make_case(530, **both(is_causal=True, attn_mask=padded(2, 530, left=True))),
         "L300-window": make_case(300, batch=1, **both(window=17)),
         "L300-S40-window-dead-rows": make_case(300, 40, batch=1, **both(window=17)),
         "L300-causal-window": make_case(300, batch=1, **both(is_causal=True, window=40)),
-        "padded": make_case(**both(attn_mask=padded(2, 63))),
-        "padded-causal": make_case(**both(attn_mask=padded(2, 63), is_causal=True)),
         "left-padded-causal-dead-rows": make_case(300, **both(attn_mask=padded(2, 300, left=True), is_causal=True)),
         "additive": make_case(**both(attn_mask=biased)),
         "student-sees-more": make_case(teacher_masks={"is_causal": True, "window": 11}, masks={"is_causal": True}),
@@ -61,8 +58,6 @@ def cases() -> list[Any]:
         "padded-warm": make_case(temperature=2.0, **both(attn_mask=padded(2, 63), is_causal=True)),
         "wider-teacher": make_case(width=16, teacher_width=40),
         "cold": make_case(temperature=0.5, **both(is_causal=True)),
-        "warm": make_case(temperature=3.0, **both(is_causal=True)),
-        "sinks": make_case(row_mass=rng.random((2, 5, 63)), **both(is_causal=True)),
         "sinks-empty-rows": make_case(row_mass=(rng.random((2, 5, 63)) > 0.7) * 0.5, temperature=1.5),
         "loss-mask": make_case(loss_mask=loss_mask),
         "nothing-counts": make_case(loss_mask=np.zeros((2, 63), dtype=np.bool_)),
@@ -128,19 +123,6 @@ def test_a_scale_may_be_negative_or_zero(masks: dict[str, Any], backend: str, sc
         assert_close(actual, (value, share * dq, dk), "float64")
     vectors = torch.from_numpy(np.random.default_rng(3).standard_normal((2, 2, 33, 6)))
     np.testing.assert_allclose(teacher.apply_to(vectors), turned.maps() @ vectors.numpy(), atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_inputs_are_computed_in_float32(dtype: str, backend: str) -> None:
-    case = make_case(dtype=dtype, **both(is_causal=True))
-    half = getattr(torch, dtype)
-    value, dq, dk = run(case, case.supervision(half), backend, half)
-    expected = case.expected()
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    # What is left is the rounding of the result to the dtype, half a unit in the last place.
-    for got, want in zip((dq, dk), expected[1:], strict=True):
-        assert np.linalg.norm(got - want) < torch.finfo(half).eps / 2 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,30 +9,16 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.commands import invoke
 from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder
 from support.students import precompute
 
 from shd_ref.cache import CacheReader, sample_key, trim_sample
-from shd_ref.cli import load_app
 from shd_ref.conformance import load_tolerances
-from shd_ref.teacher import (
-    PrecomputeOptions,
-    RunOptions,
-    find_sites,
-    forecast_cache,
-    load_teacher,
-    measure_fidelity,
-    recheck_records,
-)
+from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, load_teacher
 from shd_torch import OnlineTeacher
 
 SAMPLES, LENGTH, PADDED_IN_FRONT = 12, 9, 2
 MASK_AXES = {"gpt2": "past_sequence_length + 1", "llama": "past_sequence_length + sequence_length"}
-
-
-FEW = pytest.mark.parametrize("taught", ["llama", "opt"], indirect=True)
-"""With and without positions: other tools and training meet no more of a decoder than its records and inputs."""
 
 
 @dataclass(frozen=True)
@@ -95,28 +81,6 @@ def test_cached_maps_are_those_of_the_live_model(taught: Taught) -> None:
             np.testing.assert_allclose(cached, expected, atol=limit, rtol=0)
             spread = max(spread, float(np.ptp(cached[..., rows].max(axis=-1))))
     assert spread > 0.2, "maps that are all alike would show nothing"
-
-
-@FEW
-def test_other_tools_take_the_same_data(taught: Taught) -> None:
-    data = make_data()
-    assert recheck_records(taught.cache, taught.graph, data).records == 8
-    # Columns that the cache was made without change no key.
-    more = data | {"position_ids": data["attention_mask"].cumsum(axis=1)}
-    assert recheck_records(taught.cache, taught.graph, more).records == 8
-    forecast = forecast_cache(taught.graph, data, PrecomputeOptions(num_student_heads=2), RunOptions())
-    assert forecast.num_samples == SAMPLES
-    assert 0 < measure_fidelity(taught.graph, data, PrecomputeOptions(2))[0].attention_error < 1
-
-
-@FEW
-def test_the_command_tells_what_it_fed_besides(taught: Taught, tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", **make_data())  # type: ignore[arg-type]
-    job = ["precompute", str(taught.graph), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
-    result = invoke(load_app(), [*job, "--out", tmp_path / "cache"])
-    assert result.exit_code == 0, result.output
-    assert "past_key_values.0.key and 3 more (an empty past)" in result.output
-    assert ("position_ids (counted from the mask)" in result.output) == (taught.name != "opt")
 
 
 def test_no_output_of_the_past_is_computed(taught: Taught) -> None:

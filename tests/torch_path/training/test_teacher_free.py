@@ -18,16 +18,7 @@ from support.two_sequences import encoder_decoder
 
 from shd_ref.cache import Attention, CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions
-from shd_torch import (
-    HiddenTerm,
-    KdTerm,
-    OnlineTeacher,
-    ShdError,
-    SupervisedDataset,
-    SupervisedStream,
-    hidden_loss,
-    kd_loss,
-)
+from shd_torch import HiddenTerm, KdTerm, OnlineTeacher, ShdError, SupervisedDataset, hidden_loss, kd_loss
 from shd_torch.kd import kd_targets_topk
 
 WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
@@ -57,27 +48,6 @@ def live(with_teachers: Sequence[torch.nn.Module] = (), **kept: Any) -> OnlineTe
     teacher = Truncated(make_model(4, seed=1), 2, 2, hidden_layers=[0, 1, 2], with_teachers=with_teachers)
     teacher.kept = kept
     return teacher
-
-
-@pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """The step with the live teacher of ``FORMS["topk"]``, once for each choice of rows and arguments."""
-    folder, made = tmp_path_factory.mktemp("live"), {}
-
-    def train(rows: str = "positions", **arguments: Any) -> Any:
-        key = (rows, *arguments)
-        if key not in made:
-            made[key] = make_trainer(
-                folder,
-                train=make_samples(),
-                teacher=live(**FORMS["topk"][1]),
-                arguments=WHOLE | arguments,
-                **terms(rows=rows),
-            )
-            made[key].train()
-        return made[key]
-
-    return train
 
 
 def terms(**options: Any) -> dict[str, Any]:
@@ -173,22 +143,6 @@ def test_several_teachers_teach_the_same_from_a_cache(cached: Callable[..., Path
         torch.testing.assert_close(cached[mask], held[mask], rtol=2e-3, atol=2e-3)
     for one, other in zip(both.supervise(), alone.supervise(), strict=True):
         torch.testing.assert_close(one.mixing, other.mixing)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["stream", "accumulated", "bf16", "next_labels"])
-def test_pairs_of_options(way: str, cached: Callable[..., Path], held: Callable[..., Any], tmp_path: Path) -> None:
-    options, _ = FORMS["topk"]
-    more: dict[str, Any] = {
-        "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        "bf16": {"bf16": True},
-    }.get(way, {})
-    train: Any = SupervisedDataset(make_samples(), cached(**options))
-    if way == "stream":
-        train = SupervisedStream(make_samples(), cached(**options))
-    rows = "next_labels" if way == "next_labels" else "positions"
-    free = trained(tmp_path, train=train, arguments={**WHOLE, **more}, **terms(rows=rows))
-    assert_same_run(free, held(rows, **(more if way == "bf16" else {})))
 
 
 def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable[..., Path], tmp_path: Path) -> None:
