@@ -184,8 +184,6 @@ class CacheWriter:
             if error.code == "read-failed":
                 raise  # nothing is known of the shard
             # Absent, or damaged in any way: the cure is to write the shard again.
-        for name in (receipt_name(shard), shard_name(shard)):
-            self.storage.check_place(name)
         return None
 
     def _ordered(

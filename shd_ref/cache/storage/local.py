@@ -104,11 +104,6 @@ class LocalStorage(Storage):
                 return False
             raise
 
-    def check_place(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self.reads(name), self._parent(name) as (folder, base):
-            if stat.S_ISDIR(os.stat(base, dir_fd=folder, follow_symlinks=False).st_mode):
-                raise IsADirectoryError
-
     def prepare(self) -> None:
         """Create the folder, and hold it: from now on every file is one of this folder, wherever it is."""
         for path in (self.root, *self.root.parents):

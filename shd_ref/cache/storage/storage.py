@@ -85,9 +85,6 @@ class Storage(abc.ABC):
     def names(self, folder: str = "") -> list[str]:
         """Every file below a folder, ascending; none where there is no folder."""
 
-    def check_place(self, name: str) -> None:  # noqa: B027  (a store has no folders)
-        """Refuse a place where a folder is, or a file in a folder's place: ``cache-corrupt`` (CACHE-83)."""
-
     def prepare(self) -> None:  # noqa: B027  (a prefix needs no making)
         """Make the place ready for its first file; ``cache-exists`` when a file is in its place."""
 
