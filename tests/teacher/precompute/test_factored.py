@@ -47,7 +47,9 @@ def test_records_make_the_maps_that_a_cache_of_maps_holds(teacher: Path, tmp_pat
         assert "mixing" in record.parts
         np.testing.assert_allclose(record.parts["mixing"], stored.parts["mixing"], atol=1e-5)
         error = codec_error(maps.decode(stored, 0), factored.decode(record, 0))
-        bounds.append(factored_kl_bound(codec, *factored.decode_factors(record, 0), layer.scale).max())
+        bounds.append(
+            factored_kl_bound(codec, *factored.manifest.attention.decode_factors(record, 0), layer.scale).max()
+        )
         # The bound of what was decoded stands for that of what was coded: they differ by one rounding.
         assert error.kl_max <= 1.05 * bounds[-1] + 1e-6
         rows += error.rows
@@ -208,7 +210,7 @@ def test_padding_in_front_is_left_out(teacher: Path, tmp_path: Path, codec: str)
         wanted, found = maps.decode(maps.read(key), 0), factored.decode(record, 0)
         assert not found[:, :first].any()
         assert not found[:, :, :first].any()
-        bound = factored_kl_bound(codec, *factored.decode_factors(record, 0), 3**-0.5).max()
+        bound = factored_kl_bound(codec, *factored.manifest.attention.decode_factors(record, 0), 3**-0.5).max()
         largest = max(largest, float(bound))
         assert codec_error(wanted[:, first:], found[:, first:]).kl_max <= 1.05 * bound + 1e-6
     again = recheck_records(tmp_path / "factored", teacher, inputs, num_records=NUM_SAMPLES)
