@@ -78,7 +78,7 @@ FILES = {
     "teacher": ("opening/test_load", "graph/test_find", "graph/test_projection", "precompute/test_factored"),
     "torch_path": (*("maps/test_parity", "supervision/test_coded"), *("capture/test_capture", "capture/test_taps")),
 }
-SLOWER = ("killed", "recover", "student", "folders", "sentences", "export_student", "custom", "vocabulary")
+SLOWER = ("killed", "recover", "student", "folders", "sentences", "export_student", "custom")
 QUICK_TESTS = (
     *("tests/packaging", "tests/specs", "tests/cache", "tests/judge", "tests/kd", "tests/shrink"),
     "tests/torch_path/shrink",

@@ -31,7 +31,7 @@ from shd_ref.teacher.options import FROM_0, FROM_1, INTEGERS, PATHS, Needs, at_l
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import Columns, open_rows
 from shd_torch.shrink.folders import check_files, check_model, count_positions, find_folder, new_folder, read_config
-from shd_torch.shrink_command import read_inputs, shrink, vocabulary
+from shd_torch.shrink_command import read_inputs, shrink
 
 if TYPE_CHECKING:
     from shd_torch.deploy import GraphTime, Int8Report, Interval
@@ -473,6 +473,5 @@ def make_program() -> Program:
     program.add(export)
     program.add(doctor)
     program.add(shrink, after=resumes.format("layers"))
-    program.add(vocabulary)
     program.add(time_models, name="time")
     return program

@@ -86,58 +86,6 @@ def shrink(
     return made.report | {"path": out, "next": following}
 
 
-def vocabulary(
-    model: Path,
-    /,
-    *,
-    data: Path,
-    out: Path,
-    size: Annotated[int | None, FROM_1] = None,
-    text_column: str | None = None,
-) -> Document:
-    """Cut a model's vocabulary to what texts use: fewer rows of embeddings, the same outputs on those texts.
-
-    shd-torch vocabulary student --data train.jsonl --out smaller
-
-    Special pieces and single characters or bytes stay, so every text can still be encoded; words that the texts do
-    not use fall into smaller pieces. The new folder has its own token ids: cut the teacher before you make caches, or
-    the student after its training. See docs/shrink.md.
-
-    Args:
-        model: Folder of a Hugging Face model of text, with a tokenizer.json.
-        data: Texts as the model will get them: .jsonl, .parquet or a data set's folder.
-        out: A new folder for the model.
-        size: Pieces to keep at most, the most frequent ones. Default: all that the texts use.
-        text_column: The column that holds the text. Default: text.
-    """
-    require_packages("torch", "transformers", "tokenizers")
-    check_files(model, "model")
-    with named_inputs("data"):
-        open_source(data)
-    new_folder(out)
-    from shd_torch.export import hide_weight_bars
-    from shd_torch.shrink.vocabulary import cut_vocabulary
-
-    hide_weight_bars()
-    with show_progress("texts") as (on_text,):
-        report = cut_vocabulary(
-            model,
-            data,
-            out,
-            size=size,
-            text_column=text_column,
-            progress=lambda done, total, what: on_text(done, total, says=what),
-        )
-    console.say(f"vocabulary: {report['old_size']:,} -> {report['size']:,}")
-    console.say(f"parameters: {report['old_parameters']:,} -> {report['parameters']:,}")
-    if report["changed_texts"]:
-        print_remarks(
-            f"{report['changed_texts']} of {report['texts']} texts get other pieces; raise --size to keep them"
-        )
-    console.say(f"{out}: the model with new token ids, and vocabulary.json")
-    return report | {"path": out}
-
-
 def _say_what_was_made(made: Shrunk, out: Path) -> None:
     from shd_torch.shrink.sizes import read_kind
 

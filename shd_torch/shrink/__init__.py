@@ -17,14 +17,12 @@ if TYPE_CHECKING:
     from shd_torch.shrink.options import ShrinkOptions as ShrinkOptions
     from shd_torch.shrink.student import Shrunk as Shrunk
     from shd_torch.shrink.student import shrink as shrink
-    from shd_torch.shrink.vocabulary import cut_vocabulary as cut_vocabulary
 
 _NAMES_OF = {
     "folders": ("load_student", "load_teacher"),
     "gates": ("Ranking", "choose_splits", "rank_layers"),
     "options": ("ShrinkOptions",),
     "student": ("Shrunk", "shrink"),
-    "vocabulary": ("cut_vocabulary",),
 }
 _FILE_OF = {name: file for file, names in _NAMES_OF.items() for name in names}
 __all__ = sorted(_FILE_OF)

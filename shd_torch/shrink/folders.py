@@ -401,11 +401,7 @@ def _find_problem(folder: Path) -> str | None:
 
 
 def save_student(
-    student: Any,
-    report: dict[str, Any] | None,
-    folder: Path,
-    teacher: Path | None = None,
-    modules: Mapping[str, bytes] = {},
+    student: Any, report: dict[str, Any], folder: Path, teacher: Path | None = None, modules: Mapping[str, bytes] = {}
 ) -> None:
     """The model, ``shrink.json``, the teacher's tokenizer and modules, in a draft renamed when whole."""
     home = part_folder(folder)
@@ -417,8 +413,7 @@ def save_student(
             for name, content in modules.items():
                 (draft / name).parent.mkdir(exist_ok=True)
                 (draft / name).write_bytes(content)
-            if report is not None:
-                (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            (draft / "shrink.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     finally:
         with suppress(OSError):  # it holds what else the run has finished
             home.rmdir()
