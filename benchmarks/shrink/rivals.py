@@ -57,7 +57,7 @@ class _Sums(layer.AttentionSums):
 def shrink(teacher: Any, data: Mapping[str, Any], **options: Any) -> Shrunk:
     """``shd_torch.shrink.shrink``, perhaps by a rival's ``axes``, ``squeezer`` and ``importance``."""
     own = {name: options.pop(name) for name in ("axes", "squeezer", "importance") if name in options}
-    parts = ((student, "principal_axes", "axes"), (student, "predictive_channels", "axes"))
+    parts = ((student, "principal_axes", "axes"),)
     parts += ((layer, "squeeze_attention", "squeezer"), (layer, "score_neurons", "importance"))
     with ExitStack() as stack:
         stack.enter_context(patch.object(layer, "AttentionSums", _Sums))

@@ -1,7 +1,4 @@
-"""Which layers, axes, channels and neurons a smaller student keeps.
-
-A norm that the stream itself passes through has no place to fold its scale into: such a stream keeps channels.
-"""
+"""Which layers, axes and neurons a smaller student keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from shd_ref.attention import Array
 from shd_ref.errors import need
 from shd_ref.integers import as_index
 from shd_ref.shrink.heads import leading_phases
-from shd_ref.tolerances import degenerate_threshold, tie_width
+from shd_ref.tolerances import tie_width
 
 
 def kept_layers(num_teacher_layers: int, layers: int | Iterable[int]) -> tuple[int, ...]:
@@ -58,25 +55,6 @@ def principal_axes(moment: Array, width: int, norm: str = "rms") -> Array:
     vectors = turn @ vectors[:, np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]]
     basis: Array = vectors * np.real(leading_phases(vectors))
     return basis if norm == "rms" else basis @ _zero_mean_axes(width).T
-
-
-def predictive_channels(moment: Array, width: int, norm: str = "layer") -> Array:
-    """The channels from which the others are predicted best, chosen one after the other.
-
-    ``moment`` ``(D, D)`` is of rows less their mean; ``norm`` changes nothing. Zeros and ones ``(D, width)``.
-    """
-    left = (moment + moment.T) / 2
-    least = degenerate_threshold() * float(np.trace(left)) / len(moment)
-    kept: list[int] = []
-    for _ in range(width):
-        size = left.diagonal()
-        explained = np.where(size > least, (left**2).sum(axis=0) / np.maximum(size, least or 1.0), 0.0)
-        explained[kept] = -1.0
-        best = int(np.argmax(explained >= explained.max() * (1.0 - tie_width())))
-        if size[best] > least:
-            left = left - np.outer(left[:, best], left[best]) / size[best]
-        kept.append(best)
-    return np.eye(len(moment))[:, sorted(kept)]
 
 
 def kept_scale(moment: Array, basis: Array) -> float:

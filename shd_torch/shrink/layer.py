@@ -25,8 +25,8 @@ from shd_ref.errors import need
 from shd_ref.shrink.heads import HeadMerge, HeadWeights, concatenate_heads, low_rank_heads, merge_heads, mix_queries
 from shd_ref.shrink.kept import most_important, score_neurons
 from shd_torch.maps.alpha import gram_tensor
-from shd_torch.shrink.basis import Basis, OutputFit, final_readers, fit_norm
-from shd_torch.shrink.calibration import GRAM_ENTRIES, Batch, held_rows, join_rows, recorded_attention, run_layer
+from shd_torch.shrink.basis import Basis, OutputFit, final_readers
+from shd_torch.shrink.calibration import GRAM_ENTRIES, Batch, join_rows, recorded_attention, run_layer
 from shd_torch.shrink.families import (
     Array,
     Family,
@@ -377,9 +377,9 @@ def make_layer(
         made.copy() if work.basis is None else made.turn(work.basis)
         result: dict[str, Any] = {} if squeezed is None else {"case": squeezed.case, "exact": squeezed.exact}
         if work.options.align:
-            if family.end is not None and last is not layer and work.basis is None:
+            if family.end is not None and last is not layer:
                 find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
-            result["ridges"] = made.align(ends, after)
+            result["ridges"] = made.align(ends)
         streams, errors = made.measure(ends)
         if best is None or errors["attention_error"] < NEARER * best[0]["attention_error"]:
             state = {name: tensor.clone() for name, tensor in target.state_dict().items()} if len(ways) > 1 else {}
@@ -501,11 +501,8 @@ class _Layer:
     def turn(self, basis: Basis) -> None:
         """The closed form in place on the kept axes: all that reads or writes the stream changes its basis."""
         family, batches, target, trace = self.work.family, self.work.batches, self.target, self.trace
-        if family.norms is not None:
-            readings = [basis.through(find_part(self.layer, name)) for name in family.norms]
-        else:
-            held = held_rows(self.taught, batches)
-            readings = [basis.predicted(join_rows(rows, batches), held) for rows in (self.taught, trace.ffn_inputs)]
+        assert family.norms is not None  # check_ends
+        readings = [basis.through(find_part(self.layer, name)) for name in family.norms]
         if self.squeezed is not None:
             family.write_attention(target, basis.turn_attention(readings[0], self.squeezed.weights))
             if family.query_norm is not None:
@@ -514,13 +511,6 @@ class _Layer:
         readers = [readings[1](*rows) for rows in self.ffn.readers]
         last = readings[1](*self.ffn.last) if self.ffn.is_linear else self.ffn.last
         replace(self.ffn, readers=readers, last=basis.write(*last)).write(family, target)
-        if family.norms is None:
-            assert family.end is not None  # a norm lies there
-            sites = (family.middle, trace.middles, trace.ffn_inputs), (family.end, trace.ends, trace.outputs)
-            for name, *pair in sites:
-                rows, goals = (self.work.on_axes(join_rows(streams, batches)) for streams in pair)
-                fit_norm(find_part(target, name), rows, goals)
-            return
         middles = self.taught if family.is_parallel else trace.middles
         for name, streams in zip(family.norms, (self.taught, middles), strict=True):
             if self.squeezed is not None or name != family.norms[0]:
@@ -530,7 +520,7 @@ class _Layer:
     def run(self, watched: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         return run_layer(self.target, self.own, self.work.own_batches, self.source, watched)
 
-    def align(self, ends: Sequence[Tensor], after: Sequence[Tensor]) -> dict[str, float | None]:
+    def align(self, ends: Sequence[Tensor]) -> dict[str, float | None]:
         """Refit one matrix after the other, each on what those before it now give: their ridges."""
         family, trace, is_cut = self.work.family, self.trace, self.work.basis is not None
         ridges: dict[str, float | None] = {}
@@ -539,14 +529,10 @@ class _Layer:
                 queries = side_by_side(family.attention_inputs(self.squeezed.weights))
                 ridges["attention_inputs"] = self.fit_readers(family.projections[:-1], trace.inputs, queries)
             ridges["attention_output"] = self.fit_writer(family.projections[-1], family.middle, trace.middles)
-        if is_cut and family.end is not None:
-            self.fit_norm_at(family.middle, trace.ffn_inputs)
         if is_cut and not self.ffn.is_linear:
             readers = side_by_side(self.ffn.readers)
             ridges["ffn_inputs"] = self.fit_readers(family.ffn[0], trace.ffn_inputs, readers)
         ridges["ffn_output"] = self.fit_writer(family.ffn[1], family.end, ends)
-        if is_cut and family.end is not None:
-            self.fit_norm_at(family.end, after)
         return ridges
 
     def fit_writer(self, name: str, path: str | None, goals: Sequence[Tensor]) -> float | None:
@@ -568,12 +554,6 @@ class _Layer:
         runs = zip(self.run(modules[:1]), inputs, self.work.batches, strict=True)
         pairs = ((read[0], project(batch.rows(stream))) for (_, read), stream, batch in runs)
         return _refit(self.work, modules, pairs)
-
-    def fit_norm_at(self, path: str, goals: Sequence[Tensor]) -> None:
-        """A norm that lies on a cut stream, towards what the teacher's stream is after it."""
-        norm, batches = find_part(self.target, path), self.work.batches
-        rows = join_rows([read[0] for _, read in self.run([norm])], batches)
-        fit_norm(norm, rows, self.work.on_axes(join_rows(goals, batches)))
 
     def measure(self, ends: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, float]]:
         """The student's stream after the layer and the relative errors in it."""

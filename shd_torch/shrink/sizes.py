@@ -131,7 +131,10 @@ def check_refused(family: Family, model_type: str, teacher: Sizes, sizes: Sizes,
         "drop_attention": (is_empty, sizes.dropped.attention),
         "drop_activations": (is_empty, sizes.dropped.activations),
     }
-    for change, reason in family.refused:
+    refused = list(family.refused)
+    if family.norms is None:
+        refused.append(("hidden", "its norms lie on the stream; cut heads, neurons or layers"))
+    for change, reason in refused:
         rule, is_asked = asked[change]
         if is_asked:
             raise ShdError("shrink-unsupported", f"{change} {rule}: {reason}")

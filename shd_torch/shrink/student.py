@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.errors import ShdError, need
-from shd_ref.shrink.kept import kept_layers, predictive_channels, principal_axes
+from shd_ref.shrink.kept import kept_layers, principal_axes
 from shd_torch.checks import without_autocast
-from shd_torch.shrink.basis import Basis, check_ends, spread, turn_ends, write_embeddings, write_heads
+from shd_torch.shrink.basis import Basis, check_ends, turn_ends
 from shd_torch.shrink.calibration import (
     join_rows,
     read_data,
@@ -189,7 +189,7 @@ def _report(work: Work, own: Sizes) -> dict[str, Any]:
         "student": work.sizes.report() | {"parameters": count_parameters(work.student)},
         "aligned": work.options.align,
         "remarks": find_remarks(own, work.sizes),
-        **({} if work.basis is None else {"stream": work.basis.report()}),
+        **({} if work.basis is None else {"stream": {"kept": "axes"}}),
         "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
         "sources": list(work.kept),
         "layer_map": [[number, source] for number, source in enumerate(sources)],
@@ -244,12 +244,7 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
             saved.put(f"streams-{number}", streams)
             saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
             saved.drop(f"streams-{number - 1}")
-    if work.basis is None:
-        return
-    if not work.basis.is_folded:
-        ends = work.teacher, work.student, work.family, work.batches, work.basis
-        write_heads(*ends, align=work.options.align, ridge=work.options.ridge)
-    elif work.options.align:
+    if work.basis is not None and work.options.align:
         fit_final(work, taught, own)
 
 
@@ -283,13 +278,12 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
         work.student.load_state_dict(rest, strict=False)
         share_merge(work)
         return
-    eps = 0.0  # norms on the stream are fitted as they are
-    if family.final_norm is not None:
-        norm = find_part(base_of(work.teacher), family.final_norm)
-        eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
+    assert family.final_norm is not None  # check_ends
+    norm = find_part(base_of(work.teacher), family.final_norm)
+    eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))
     width = work.teacher.config.hidden_size
     whole = torch.eye(width, dtype=torch.float64, device=work.device)
-    basis = Basis(whole, family.norm, eps, family.norms is not None)
+    basis = Basis(whole, family.norm, eps)
     if saved is not None and (piece := saved.get("axes")) is not None:
         with saved.reading():
             work.basis = replace(basis, kept=piece[0].pop("basis").to(work.device))
@@ -303,21 +297,17 @@ def _make_ends(work: Work, saved: Unfinished | None) -> None:
 
 
 def _find_basis(work: Work, whole: Basis) -> Basis:
-    """The kept axes, one rotation for all layers, or channels, and what precedes the layers on them."""
+    """The kept axes, one rotation for all layers, and what precedes the layers on them."""
     family = work.family
-    ends = work.teacher, work.student, family
+    assert family.norms is not None  # check_ends
 
     def moment_of(rows: Tensor) -> Tensor:
         normal = whole.normalise(rows)
         return normal.mT @ normal
 
-    choose = principal_axes if whole.is_folded else predictive_channels
-    site, moment = (family.norms[1], moment_of) if family.norms is not None else (family.ffn[0][0], spread)
-    summed, streams = sum_moments(work.teacher, family, work.batches, site, moment, work.tell)
-    kept = choose(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms")
+    summed, streams = sum_moments(work.teacher, family, work.batches, family.norms[1], moment_of, work.tell)
+    kept = principal_axes(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms")
     basis = replace(whole, kept=torch.from_numpy(kept).to(work.device))
-    if basis.is_folded:
-        turn_ends(*ends, basis, basis.normalise(join_rows(streams, work.batches)))
-    else:
-        write_embeddings(*ends, work.batches, basis)
+    rows = basis.normalise(join_rows(streams, work.batches))
+    turn_ends(work.teacher, work.student, family, basis, rows)
     return basis

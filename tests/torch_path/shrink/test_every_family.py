@@ -15,15 +15,17 @@ from shd_torch.export import export_student
 from shd_torch.shrink import shrink
 
 DROP = {"drop_attention": [0], "drop_activations": [2]}
-ALL = {"heads": 2, "hidden": 16, "neurons": 16}
-BY_LAYER: dict[str, Any] = {"heads": [2, 1], "head_dim": 5, "neurons": [9, 6], "hidden": 14}
+FEWER = {"heads": 2, "neurons": 16}
+ALL = FEWER | {"hidden": 16}
+BY_LAYER: dict[str, Any] = {"heads": [2, 1], "head_dim": 5, "neurons": [9, 6]}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{name: (name, {}, ALL | DROP) for name in ("llama", "mistral", "qwen2", "qwen3", "gemma")},
-    **{name: (name, {}, ALL | DROP) for name in ("gpt2", "bert", "vit", "deit", "distilbert", "electra", "opt")},
+    **{name: (name, {}, ALL | DROP) for name in ("gpt2", "vit", "deit", "opt")},
+    **{name: (name, {}, FEWER | DROP) for name in ("bert", "distilbert", "electra")},
     "dinov2": ("dinov2", {}, {"heads": 2, "hidden": 16, **DROP}),
     "llama by layer": ("llama", {}, {"heads": [2, 1], "kv_heads": 1, "neurons": [9, 6], **DROP}),
     "bert by layer": ("bert", {}, BY_LAYER | DROP),
-    "gpt2 by layer": ("gpt2", {}, BY_LAYER | DROP),
+    "gpt2 by layer": ("gpt2", {}, BY_LAYER | DROP | {"hidden": 14}),
     "xlm-roberta": ("xlm-roberta", {}, {"heads": [2, 3], "head_dim": 5, "neurons": 12, **DROP}),
     "mpnet": ("mpnet", {}, {"heads": 2, "head_dim": 6, "neurons": 12, **DROP}),
     "gpt-neox": ("gpt_neox", {}, {"hidden": 12, "heads": 2, "neurons": 12, **DROP}),
@@ -93,9 +95,7 @@ def test_stock_students_load_with_the_auto_classes(name: str, tmp_path: Path) ->
     assert transformers.AutoModel.from_pretrained(tmp_path).config.num_attention_heads == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "gemma", "phi3", "gpt2", "opt", "gpt_neox", "vit", "dinov2", "bert"]
-)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "phi3", "gpt2", "opt", "gpt_neox", "vit", "dinov2"])
 def test_a_wider_stream_is_nearer(name: str) -> None:
     teacher, data, errors = make_teacher(name), make_data(name, samples=24), []
     exact = logits_of(teacher, data)
