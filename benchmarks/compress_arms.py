@@ -45,12 +45,12 @@ from shd_torch.compress.candidates import choose_design, choose_designs, find_ca
 from shd_torch.compress.costs import Costs, measure_costs, price_designs
 from shd_torch.compress.options import CompressOptions, Wish
 from shd_torch.compress.run import study_teacher
-from shd_torch.compress.samples import divide, read_rows
+from shd_torch.compress.samples import BATCH, divide, read_rows
 from shd_torch.compress.space import Design
 from shd_torch.compress.stages import Run
 from shd_torch.compress.students import MAPS, compare, prepare_training, probe_shd
 from shd_torch.compress.task import model_run
-from shd_torch.compress.training import BATCH, TrainingConfig, train
+from shd_torch.compress.training import TrainingConfig, train
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.export import example_inputs, export_teacher
 from shd_torch.shrink import shrink
@@ -159,21 +159,21 @@ def choose_students(run: Run, costs: Costs, worths: Worths, count: int) -> list[
     return [chosen[at * len(chosen) // count] for at in range(count)]
 
 
-def measure_search(run: Run, home: Path, costs: Costs, count: int = 10) -> dict[str, Any]:
+def measure_search(run: Run, costs: Costs, count: int = 10) -> dict[str, Any]:
     """Errors of sums of costs, and processor seconds of the losses of parts and of making students."""
     started = time.process_time()
     worths = measure_worths(run)
     seconds: dict[str, Any] = {"losses": time.process_time() - started}
     designs = choose_students(run, costs, worths, count)
 
-    def make(design: Design, studies: Unfinished | None) -> float:
+    def make(design: Design, studies: dict[int, Any] | None) -> float:
         started = time.process_time()
         shrink(str(run.teacher), run.samples.calibration(), studies=studies, **design.options(run.space))
         return time.process_time() - started
 
     seconds["alone"] = [make(design, None) for design in designs[:: count // 2]]
-    with Unfinished(home / "shared", {}) as shared:
-        seconds["shared"] = [make(design, shared) for design in designs]
+    shared: dict[int, Any] = {}
+    seconds["shared"] = [make(design, shared) for design in designs]
     one, losses = statistics.median(seconds["alone"]), seconds["losses"]
     return {
         "machine": processor(),
@@ -186,7 +186,7 @@ def measure_search(run: Run, home: Path, costs: Costs, count: int = 10) -> dict[
 
 
 def train_arm(run: Run, options: Mapping[str, Any], config: TrainingConfig, folder: Path) -> dict[str, float]:
-    student = shrink(str(run.teacher), run.samples.calibration(), studies=run.keeper, **options).student
+    student = shrink(str(run.teacher), run.samples.calibration(), studies=run.studies, **options).student
     train(run.task, student.requires_grad_(True), run.space.num_layers, config, folder)
     shutil.rmtree(folder)
     return {use: run.judge(use).measure(model_run(student)).value for use in ("choices", "held_out")}
@@ -277,7 +277,7 @@ def main() -> None:
         run.find("teacher", lambda: study_teacher(run))
     costs = Costs(**document.get("costs") or run.find("costs", lambda: asdict(measure_costs(run))))
     if arguments.search:
-        results.setdefault("search", {})[arguments.teacher] = measured = measure_search(run, home, costs)
+        results.setdefault("search", {})[arguments.teacher] = measured = measure_search(run, costs)
         RESULT.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(measured, indent=1))
         return

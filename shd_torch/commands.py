@@ -268,7 +268,7 @@ def time_models(
         settings: dict[str, Any] = {"batch": batch, "length": length, "threads": threads, "rounds": rounds}
         times = time_graphs(paths, reference=reference, progress=on_turn, **settings)
     print_times(times, reference, rounds)
-    print_remarks(find_busy(times))
+    print_remarks(find_busy((entry.wall.median, entry.processor.median) for entry in times))
     for name, report in reports.items():
         console.say(f"{name}: {report.describe()}")
     return {

@@ -22,16 +22,14 @@ from shd_torch.compress.faithful import CHECKED, check_teacher
 from shd_torch.compress.handover import hand_over, judge_graphs
 from shd_torch.compress.labels import read_labels
 from shd_torch.compress.options import CompressOptions
-from shd_torch.compress.samples import Columns, divide, length_of, read_rows, read_texts
-from shd_torch.compress.schedule import Paces, Schedule
+from shd_torch.compress.samples import BATCH, Columns, divide, length_of, read_rows, read_texts
+from shd_torch.compress.schedule import Paces, Schedule, time_step
 from shd_torch.compress.stages import Progress, Run, in_minutes
 from shd_torch.compress.static import check_static, judge_static
-from shd_torch.compress.students import compare, prepare_training, train_best
 from shd_torch.compress.task import SentenceEncoder, find_task, read_measure
-from shd_torch.compress.training import BATCH, time_step
 from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.deploy.inputs import require_runtime
-from shd_torch.deploy.timing import LEAST_ROUNDS, check_length
+from shd_torch.deploy.timing import LEAST_ROUNDS, check_length, later_turns
 from shd_torch.shrink.families import check_config
 from shd_torch.shrink.folders import count_positions, forward_inputs, new_folder, read_config
 from shd_torch.shrink.unfinished import Unfinished, run_key
@@ -94,8 +92,13 @@ def _open_run(
     folder: Path,
     progress: Progress,
     say: Callable[[str], None] = lambda text: None,
+    *,
+    is_dry: bool = False,
 ) -> Iterator[Run]:
-    """Everything that is read, and the stages of an earlier run in the folder."""
+    """Everything that is read, and the stages of an earlier run in the folder.
+
+    ``is_dry`` leaves out the comparison with the model's own library, whose import takes longer than to read all.
+    """
     began = time.monotonic()
     import_package("scipy", "compress needs the package scipy: pip install '.[cpu]' (in a checkout)")
     progress(0, 0, "data are read")
@@ -121,7 +124,8 @@ def _open_run(
     inputs["labels"] = "" if labels is None else labels.digest
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
         run = Run(teacher, options, keeper, progress, samples, labels, say, began)
-        if texts := read_texts(Path(paths[0]), CHECKED, columns):
+        texts = [] if is_dry else read_texts(Path(paths[0]), CHECKED, columns)
+        if texts:
             checked = run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length
             run.remarks = [remark] if (remark := check_teacher(*checked)) else []
         run.remarks += run.thin_files()
@@ -138,10 +142,15 @@ def forecast(
 ) -> list[str]:
     """What ``compress`` would try, and about how long each stage takes on this machine, a line each."""
     opened = teacher, data, held_out, options
-    with tempfile.TemporaryDirectory() as folder, _open_run(*opened, Path(folder) / "run", progress) as run:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _open_run(*opened, Path(folder) / "run", progress, is_dry=True) as run,
+    ):
         started = time.monotonic()
-        run.price(run.write_graphs(run.model, "teacher"), LEAST_ROUNDS)
-        schedule = run.schedule(_measure_paces(run, time.monotonic() - started))
+        turns = run.time(run.write_graphs(run.model, "teacher"), 1)
+        # Later turns of a graph take as long as the first one: the time of one round is known after it.
+        graph = time.monotonic() - started + (LEAST_ROUNDS - 1) * later_turns(turns)
+        schedule = run.schedule(_measure_paces(run, graph))
         space, count = run.space, options.most_candidates * max(len(list(options.targets())), 1)
         heads, neurons = (", ".join(str(n or "none") for n in counts) for counts in (space.heads, space.neurons))
         words = {
@@ -168,6 +177,8 @@ def _measure_paces(run: Run, graph: float) -> Paces:
 
 def _compress(run: Run) -> dict[str, Any]:
     """Everything but the hand-over."""
+    from shd_torch.compress.students import compare, prepare_training, train_best  # seconds that a dry run saves
+
     teacher = run.find("teacher", lambda: study_teacher(run), "graphs/teacher.*")
     graph = teacher.pop("graph_seconds")
     figures = teacher["quality"]["float"]

@@ -31,6 +31,8 @@ QUERY: Final = "labels_query"
 PAIR_COLUMN: Final = "text_pair"
 LABEL_COLUMNS: Final = ("label", "score")
 TOKENS: Final = ("input_ids", "attention_mask")
+BATCH: Final = 32
+"""Samples of a step of training."""
 CALIBRATION: Final = 128
 """Samples from which students are made, the first of the training set."""
 MOST_HELD: Final = 500

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+import torch
+
 from shd_torch.compress.options import CompressOptions
+from shd_torch.compress.samples import BATCH, Row, collate, inputs_of
 from shd_torch.compress.space import FRACTIONS, Space
-from shd_torch.compress.training import BATCH
+from shd_torch.shrink.folders import padding_of
 
 STAGES: Final = ("teacher", "costs", "parts", "candidates", "cache", "short trainings", "training", "graphs")
 """Names of the stages, in order; several targets go through the last three one by one."""
@@ -23,6 +27,7 @@ _PROBES: Final = 6  # short trainings that tell whether SHD gains
 _SHRUNK: Final = 50  # passes of a batch through the teacher, from which a student is made
 _WEIGHED: Final = 8  # such passes to make a part of a layer smaller, and to judge it
 _ENDING: Final = 4  # graphs that are written and timed, as long as the last judgement takes
+_WARMING: Final = 4  # samples of a step that does not count
 _STUDENT: Final = 0.7  # of the teacher's time that a step takes a student
 
 
@@ -140,3 +145,25 @@ def _estimate(options: CompressOptions, paces: Paces, search: Search, space: Spa
         "short trainings": _STUDENT * trainings * paces.step,
         "graphs": _ENDING * wishes * paces.graph,
     }
+
+
+def half_is_faster(model: Any, rows: Sequence[Row]) -> bool:
+    """Whether a step is faster here with products in bfloat16, by a fifth or more; on many CPUs it is not."""
+    return time_step(model, rows, half=True)[1] < 0.8 * time_step(model, rows)[1]
+
+
+def time_step(model: Any, rows: Sequence[Row], *, half: bool = False) -> tuple[float, float]:
+    """Seconds of a forward pass and of a step over one batch, where training will run; a small one comes before."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model.to(device)
+    for some in (rows[:_WARMING], rows[:BATCH]):
+        arrays = collate([inputs_of(row) for row in some], padding_of(model.config))
+        batch = {name: tensor.to(device) for name, tensor in arrays.items()}
+        started = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            output = model(**batch)[0]
+        forward = time.perf_counter() - started
+        output.float().square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        step = time.perf_counter() - started
+    return forward, step

@@ -16,11 +16,12 @@ from shd_torch.compress.samples import LEAST, Samples, length_of
 from shd_torch.compress.schedule import STAGES, Paces, Schedule, Search, plan_schedule
 from shd_torch.compress.space import Space, find_space
 from shd_torch.compress.task import Decoder, Judge, SentenceEncoder, check_causal, find_task, model_run
-from shd_torch.deploy import GraphTime, quantize_graph, time_graphs
-from shd_torch.deploy.timing import find_busy
+from shd_torch.deploy import quantize_graph
+from shd_torch.deploy.timing import Turns, find_busy, median_runs, take_turns
 from shd_torch.export import example_inputs, export_student
 from shd_torch.shrink.families import family_of
 from shd_torch.shrink.folders import count_positions, load_teacher, padding_of
+from shd_torch.shrink.layer import AttentionStatistics
 from shd_torch.shrink.sizes import sizes_of
 from shd_torch.shrink.unfinished import Unfinished
 
@@ -68,6 +69,7 @@ class Run:
         self.remarks: list[str] = []
         self.graphs = keeper.folder / "graphs"
         self.graphs.mkdir(exist_ok=True)
+        self.studies: dict[int, AttentionStatistics] = {}  # of the teacher's layers, for all candidates
         self._judges: dict[tuple[str, int | None], Judge] = {}
         self._say, self._seconds = say, dict.fromkeys(STAGES, 0.0)
         earlier = keeper.get("spent")
@@ -177,25 +179,24 @@ class Run:
         quantize_graph(path, path.with_suffix(".int8.onnx"), rows)
         return {"float": path, "int8": path.with_suffix(".int8.onnx")}
 
-    def time(self, graphs: Mapping[str, Path], rounds: int = ROUNDS) -> list[GraphTime]:
-        """Graphs by turns at every setting, the first being the reference."""
+    def time(self, graphs: Mapping[str, Path], rounds: int = ROUNDS) -> Turns:
+        """Graphs by turns at every setting."""
         options = self.options
         length = options.length if "input_ids" in self.samples.train[0] else None
         settings: Any = {"batch": options.batch, "length": length, "threads": (options.threads,), "rounds": rounds}
-        times = time_graphs(graphs, **settings, progress=self.tell("graphs are timed"))
-        if (remark := find_busy(times)) is not None:
+        turns = take_turns(graphs, **settings, progress=self.tell("graphs are timed"))
+        if (remark := find_busy((wall, processor) for _, wall, processor in median_runs(turns))) is not None:
             self.keeper.put("busy", {}, [remark])  # also for a run that goes on
-        return times
+        return turns
 
-    def price(self, graphs: Mapping[str, Path], rounds: int = ROUNDS) -> dict[str, list[float]]:
+    def price(self, graphs: Mapping[str, Path]) -> dict[str, list[float]]:
         """Median seconds of a run of each graph, one for each batch and length, in order; then its bytes.
 
         Of one thread it is the processor's time, which other programs move less; the last judgement is by the clock.
         """
         prices: dict[str, list[float]] = {name: [] for name in graphs}
-        for entry in self.time(graphs, rounds):
-            seconds = entry.processor if self.options.threads == 1 else entry.wall
-            prices[entry.graph].append(seconds.median)
+        for name, wall, processor in median_runs(self.time(graphs)):
+            prices[name].append(processor if self.options.threads == 1 else wall)
         for name, path in graphs.items():
             prices[name].append(float(count_bytes(path)))
         return prices

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from shd_torch.compress.handover import judge_graphs
 from shd_torch.compress.samples import Row, batches, length_of
 from shd_torch.compress.stages import STATIC, Run
 from shd_torch.compress.task import SentenceEncoder, Task, model_run, summarise
-from shd_torch.compress.training import TrainingConfig
+
+if TYPE_CHECKING:
+    from shd_torch.compress.training import TrainingConfig
 
 _MOST: Final = 100_000  # texts that the table is fitted to, which bounds its memory
 _FREQUENT: Final = 1e-4  # of all tokens, a share above which a token says little (Arora et al., 2017: a of SIF)

@@ -21,11 +21,13 @@ from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.study.intervals import half_width
 from shd_torch.compress.handover import judge_graphs, time_token
 from shd_torch.compress.options import FASTEST, Wish
-from shd_torch.compress.samples import Row, add_crops, row_source
+from shd_torch.compress.samples import BATCH, Row, add_crops, row_source
+from shd_torch.compress.schedule import half_is_faster
 from shd_torch.compress.space import Design
 from shd_torch.compress.stages import STATIC, TEACHER, Run
 from shd_torch.compress.task import Decoder, SentenceEncoder, model_run, read_measure
-from shd_torch.compress.training import BATCH, TrainingConfig, half_is_faster, train
+from shd_torch.compress.training import TrainingConfig, train
+from shd_torch.deploy.timing import compare_turns
 from shd_torch.export import example_inputs, export_teacher
 from shd_torch.shrink.folders import padding_of, read_modules, save_student
 from shd_torch.shrink.student import Shrunk, read_made, shrink
@@ -136,7 +138,7 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
             str(run.teacher),
             run.samples.calibration(pad_id=padding_of(run.model.config)),
             out=folder,
-            studies=run.keeper,
+            studies=run.studies,
             progress=lambda done, total, what: run.progress(done, total, f"candidate {number + 1}, {what}"),
             **design.options(run.space),
         )
@@ -243,7 +245,7 @@ def _judge_student(run: Run, wish: Wish, name: str, student: Any) -> dict[str, A
     run.progress(0, 0, "the student is exported")
     graphs = run.write_graphs(student, name)
     table = {STATIC: path} if (path := run.folder / STATIC / "onnx" / "model.onnx").exists() else {}
-    times = run.time(run.teacher_graphs | graphs | table, _ROUNDS)
+    times = compare_turns(run.time(run.teacher_graphs | graphs | table, _ROUNDS))
     result = judge_graphs(graphs, run.judge("held_out"), run.judges_by_file()) | {
         "times": [asdict(entry) for entry in times]
     }

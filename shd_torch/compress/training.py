@@ -16,13 +16,12 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from shd_torch.compress.samples import Row, collate, collate_with_labels, inputs_of, training_order
+from shd_torch.compress.samples import BATCH, Row, collate, collate_with_labels, training_order
 from shd_torch.compress.task import Task
 from shd_torch.data import SupervisedDataset
 from shd_torch.shrink.folders import padding_of
 from shd_torch.training.trainer import SHDTrainer, last_checkpoint
 
-BATCH: Final = 32
 BETA: Final = 0.02
 """Weight of SHD where it is tried."""
 _CHECKPOINTS: Final = 20
@@ -123,26 +122,3 @@ class _Pace(TrainerCallback):
         """Median of a step, which other programs move less than the mean."""
         steps = [after - before for before, after in pairwise(self._times)]
         return statistics.median(steps) if steps else 0.0
-
-
-def half_is_faster(model: Any, rows: Sequence[Row]) -> bool:
-    """Whether a step is faster here with products in bfloat16, by a fifth or more; on many CPUs it is not."""
-    return time_step(model, rows, half=True)[1] < 0.8 * time_step(model, rows)[1]
-
-
-def time_step(model: Any, rows: Sequence[Row], *, half: bool = False) -> tuple[float, float]:
-    """Seconds of a forward pass and of a step over one batch, the better of two, where training will run."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    model.to(device)
-    batch_rows = [inputs_of(row) for row in rows[:BATCH]]
-    batch = {name: tensor.to(device) for name, tensor in collate(batch_rows, padding_of(model.config)).items()}
-    seconds = []
-    for _ in range(2):
-        started = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            output = model(**batch)[0]
-        forward = time.perf_counter() - started
-        output.float().square().mean().backward()
-        model.zero_grad(set_to_none=True)
-        seconds.append((forward, time.perf_counter() - started))
-    return min(seconds, key=lambda pair: pair[1])

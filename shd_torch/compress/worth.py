@@ -15,9 +15,9 @@ from shd_torch.compress.costs import random_student
 from shd_torch.compress.space import NONE, Design, Space
 from shd_torch.compress.stages import Run
 from shd_torch.compress.task import model_run
-from shd_torch.shrink.calibration import read_data, rotary_frequencies, run_layer, start_batches
+from shd_torch.shrink.calibration import rotary_frequencies, run_layer, start_batches
 from shd_torch.shrink.folders import padding_of
-from shd_torch.shrink.layer import Studies, Work, make_layer
+from shd_torch.shrink.layer import AttentionStatistics, Work, make_layer
 from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.student import plan_student
 
@@ -48,10 +48,7 @@ class Worths:
 @torch.no_grad()
 @without_autocast
 def measure_worths(run: Run) -> Worths:
-    """Replace one part of one layer at a time, refitted on the teacher's stream, and read the loss.
-
-    Statistics of the teacher's attention are gathered once, into the run's folder.
-    """
+    """Replace one part of one layer at a time, refitted on the teacher's stream, and read the loss."""
     teacher, family, space, judge = run.model, run.family, run.space, run.judge("choices", run.search.judged)
     calibration = run.samples.calibration(run.search.judged, padding_of(teacher.config))
     layers = family.layers_of(teacher)
@@ -61,7 +58,7 @@ def measure_worths(run: Run) -> Worths:
     for number, layer in enumerate(layers):
         streams.append([stream for stream, _ in run_layer(layer, streams[-1], batches, number)])
     frequencies = rotary_frequencies(teacher, family)
-    shared = Studies(run.keeper, teacher, {}, read_data(calibration))
+    studies: dict[int, AttentionStatistics] = {}  # gathered once, for all parts
     whole_model = model_run(teacher)
     base = judge.measure(whole_model).loss
     whole = space.whole
@@ -91,7 +88,7 @@ def measure_worths(run: Run) -> Worths:
             options=shrink_options,
             frequencies=frequencies,
             tell=lambda *_: None,
-            studies=shared,
+            studies=studies,
         )
 
     def remake(work: Work, number: int, following: int) -> nn.Module:

@@ -6,10 +6,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -44,6 +44,12 @@ class Interval:
             rank += 1
             outside += math.comb(count, rank) / 2**count
         return cls(statistics.median(ordered), ordered[rank - 1], ordered[count - rank])
+
+
+Setting: TypeAlias = tuple[int, int | None, int | None]
+"""Threads, samples per run and size of the other dynamic axes; None where a graph has no such axis."""
+Turns: TypeAlias = dict[Setting, dict[str, list[tuple[float, float]]]]
+"""Wall and processor seconds of a run in each turn, by setting and graph."""
 
 
 @dataclass(frozen=True)
@@ -101,33 +107,69 @@ def time_graphs(
         ShdError: ``dependency-missing``, ``read-failed``, ``inputs-invalid`` where a graph does not run at a setting,
             ``argument-value`` where a graph lacks the axis or a number is out of range, also of its positions.
     """
-    for name, numbers in (("batch", batch), ("length", length), ("threads", threads)):
-        if numbers is not None and min(numbers, default=0) < 1:
-            raise ShdError("argument-value", f"{name} must be numbers from 1; got {numbers}")
     if reference is not None and reference not in graphs:
         raise ShdError("argument-value", f"reference must be one of {', '.join(graphs)}; got {reference!r}")
     need(rounds >= LEAST_ROUNDS, "argument-value", "rounds", f"be {LEAST_ROUNDS} or more, for an interval", rounds)
+    settings: dict[str, Any] = {"batch": batch, "length": length, "threads": threads, "rounds": rounds}
+    return compare_turns(take_turns(graphs, **settings, progress=progress), reference)
+
+
+def take_turns(
+    graphs: Mapping[str, str | os.PathLike[str]],
+    *,
+    batch: Sequence[int] | None,
+    length: Sequence[int] | None,
+    threads: Sequence[int],
+    rounds: int,
+    progress: Callable[[int, int], None],
+) -> Turns:
+    """Any number of rounds, with the arguments of ``time_graphs``."""
+    for name, numbers in (("batch", batch), ("length", length), ("threads", threads)):
+        if numbers is not None and min(numbers, default=0) < 1:
+            raise ShdError("argument-value", f"{name} must be numbers from 1; got {numbers}")
     readers = {name: GraphInputs(path) for name, path in graphs.items()}
     settings = list(product(_axis_sizes("batch", batch, readers), _axis_sizes("length", length, readers)))
     total, done = len(threads) * len(settings) * rounds * len(graphs), 0
-    times: list[GraphTime] = []
+    times: Turns = {}
     for num_threads in threads:
         sessions = {name: open_graph(path, num_threads) for name, path in graphs.items()}
         for size, tokens in settings:
             inputs = {name: reader.draw(size or 1, tokens or 1) for name, reader in readers.items()}
-            turns: dict[str, list[tuple[float, float]]] = {name: [] for name in graphs}
+            turns = times[num_threads, size, tokens] = {name: [] for name in graphs}
             for _ in range(rounds):
                 for name, session in sessions.items():
                     turns[name].append(_take_turn(session, inputs[name], num_threads, name, turns[name]))
                     done += 1
                     progress(done, total)
-            base = [wall for wall, _ in turns[reference or next(iter(graphs))]]
-            for name, seconds in turns.items():
-                wall, processor = zip(*seconds, strict=True)
-                ratios = [first / second for first, second in zip(base, wall, strict=True)]
-                intervals = Interval.of(wall), Interval.of(processor), Interval.of(ratios)
-                times.append(GraphTime(name, size, tokens, num_threads, *intervals))
     return times
+
+
+def compare_turns(turns: Turns, reference: str | None = None) -> list[GraphTime]:
+    """Intervals of ``LEAST_ROUNDS`` rounds or more, beside the graph ``reference``, which is the first by default."""
+    times = []
+    for (threads, size, tokens), by_graph in turns.items():
+        base = [wall for wall, _ in by_graph[reference or next(iter(by_graph))]]
+        for name, seconds in by_graph.items():
+            wall, processor = zip(*seconds, strict=True)
+            ratios = [first / second for first, second in zip(base, wall, strict=True)]
+            intervals = Interval.of(wall), Interval.of(processor), Interval.of(ratios)
+            times.append(GraphTime(name, size, tokens, threads, *intervals))
+    return times
+
+
+def median_runs(turns: Turns) -> Iterator[tuple[str, float, float]]:
+    """Name, wall and processor seconds of a run of each graph, setting by setting."""
+    for by_graph in turns.values():
+        for name, seconds in by_graph.items():
+            wall, processor = map(statistics.median, zip(*seconds, strict=True))
+            yield name, wall, processor
+
+
+def later_turns(turns: Turns) -> float:
+    """Seconds of one more round, with the runs that do not count."""
+    runs = [wall for _, wall, _ in median_runs(turns)]
+    warm = [min(max(run, _WARM_SECONDS), _MOST_RUNS * run) for run in runs if run < _LONG_SECONDS]
+    return sum(warm) + sum(min(max(run, _TURN_SECONDS), _MOST_RUNS * run) for run in runs)
 
 
 def _axis_sizes(
@@ -150,11 +192,12 @@ def _axis_sizes(
     return chosen
 
 
-def find_busy(times: Sequence[GraphTime]) -> str | None:
-    """A remark where other programs took the processor, by wall time and processor time; else None."""
-    waited = 1 - sum(entry.processor.median for entry in times) / sum(entry.wall.median for entry in times)
-    said = f"the machine was busy: graphs waited for it {waited:.0%} of their time; repeat this when it is idle"
-    return said if waited > _BUSY else None
+def find_busy(runs: Iterable[tuple[float, float]]) -> str | None:
+    """A remark where other programs took the processor, by wall and processor seconds of runs; else None."""
+    wall, processor = map(sum, zip(*runs, strict=True))
+    waited = 1 - processor / wall
+    remark = f"the machine was busy: graphs waited for it {waited:.0%} of their time; repeat this when it is idle"
+    return remark if waited > _BUSY else None
 
 
 def check_length(name: str, most: int | None, lengths: Sequence[int]) -> None:

@@ -47,11 +47,6 @@ def join_rows(tensors: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
     return torch.cat([batch.rows(tensor) for tensor, batch in zip(tensors, batches, strict=True)])
 
 
-def held_rows(tensors: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
-    """Which of these belong to held-out samples."""
-    return torch.cat([batch.held_rows(tensor) for tensor, batch in zip(tensors, batches, strict=True)])
-
-
 def read_data(data: Any) -> dict[str, Tensor]:
     """Inputs by name, as tensors with equally many samples."""
     rule = "be a mapping from the model's inputs to arrays"

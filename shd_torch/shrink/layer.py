@@ -9,9 +9,7 @@ On a narrower stream, what reads it is refitted too.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -42,7 +40,6 @@ from shd_torch.shrink.families import (
 from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sharing import share_attention
 from shd_torch.shrink.sizes import Sizes, sizes_of
-from shd_torch.shrink.unfinished import Unfinished, run_key
 
 SLOW_ANGLE = 1.0
 """A rotated pair that turns by less than this, in radians, over a calibration sample is slow."""
@@ -210,29 +207,6 @@ def squeeze_attention(
     return Squeezed(nearest, "low-rank" if slow is None else "rotary", False)
 
 
-class Studies:
-    """What the attention of teacher layers says, for other students of the same teacher (and stack) and data."""
-
-    def __init__(self, pieces: Unfinished, teacher: nn.Module, options: Mapping[str, Any], data: Mapping[str, Any]):
-        key = json.dumps(run_key(teacher, options, data=data), sort_keys=True, default=str)
-        self._pieces, self._name = pieces, f"study-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-
-    def keep(self, layer: int, statistics: AttentionStatistics) -> None:
-        arrays = {name: value for name, value in vars(statistics).items() if isinstance(value, np.ndarray)}
-        others = {name: value for name, value in vars(statistics).items() if name not in arrays}
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self._pieces.put(f"{self._name}-{layer}", tensors, others)
-
-    def read(self, layer: int, *, with_maps: bool) -> AttentionStatistics | None:
-        """Those of a layer; None where none were kept, or without the maps that are needed."""
-        piece = self._pieces.get(f"{self._name}-{layer}")
-        if piece is None or (with_maps and not piece[1]["with_maps"]):
-            return None
-        with self._pieces.reading():
-            entries: dict[str, Any] = {name: tensor.numpy() for name, tensor in piece[0].items()}
-            return AttentionStatistics(**entries, **piece[1])
-
-
 @dataclass(eq=False)
 class Work:
     """What the layers of one run share."""
@@ -248,7 +222,7 @@ class Work:
     tell: Callable[..., None]  # gets what is done now
     basis: Basis | None = None  # the kept axes; None where the stream keeps its width
     merge: HeadMerge | None = None  # of all layers, where they share position biases
-    studies: Studies | None = None  # statistics of teacher layers, shared with other students
+    studies: dict[int, AttentionStatistics] | None = None  # of teacher layers, shared with other students
     reports: list[dict[str, Any]] = field(default_factory=list)  # one per layer, as shrink.json holds them
 
     @cached_property
@@ -277,11 +251,12 @@ class Work:
         sizes = sizes_of(self.teacher.config, self.family).of_layer(source)
         layer = self.family.layers_of(self.teacher)[source]
         weights = self.family.read_attention(layer, sizes.heads, sizes.kv_heads)
-        kept = None if self.studies is None else self.studies.read(source, with_maps=with_maps)
+        kept = None if self.studies is None else self.studies.get(source)
+        kept = None if kept is None or (with_maps and not kept.with_maps) else kept
         given = self.teacher, self.family, source, streams, self.batches, weights
         statistics, trace = study_layer(*given, with_maps=with_maps, statistics=kept)
-        if self.studies is not None and kept is None:
-            self.studies.keep(source, statistics)
+        if self.studies is not None:
+            self.studies[source] = statistics
         return weights, statistics, trace
 
     def choose_merge(self, gram: Array, source: int, number: int) -> HeadMerge:

@@ -36,7 +36,7 @@ from shd_torch.shrink.folders import (
     read_modules,
     save_student,
 )
-from shd_torch.shrink.layer import Studies, Work, fit_final, make_layer, share_merge
+from shd_torch.shrink.layer import AttentionStatistics, Work, fit_final, make_layer, share_merge
 from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sizes import (
     Sizes,
@@ -77,7 +77,7 @@ def shrink(
     *,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-    studies: Unfinished | None = None,
+    studies: dict[int, AttentionStatistics] | None = None,
     **changes: Any,
 ) -> Shrunk:
     """Create a smaller student from the squeezed teacher: fewer heads, fewer layers or a narrower stream.
@@ -90,8 +90,8 @@ def shrink(
         out: a new folder for the student, with ``shrink.json``. Finished layers are saved next to it in
             ``.NAME.part``, and a killed run resumes with the same bytes.
         progress: called with the numbers of finished and of all steps, and the next layer.
-        studies: where statistics of the teacher's layers are kept, for other students of the same teacher, stack,
-            data and batch size.
+        studies: statistics of the teacher's layers by number, read and added: one dictionary for all students of the
+            same teacher, stack, data and batch size.
         **changes: fields of ``ShrinkOptions`` by name, as in ``shrink(model, data, heads=4, layers=3)``.
 
     Returns:
@@ -120,10 +120,9 @@ def shrink(
     modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
     student = make_student(model, family, sizes, kept)
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
-    basis = {"batch_size": options.batch_size, "stack": family.stack}  # of what is computed from the teacher alone
     if folder is not None:
-        settings = basis | {name: getattr(options, name) for name in ("plan", "align", "ridge")}
-        settings |= {**sizes.report(), "kept": kept, **vars(sizes.dropped)}
+        settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
+        settings |= {"stack": family.stack, **sizes.report(), "kept": kept, **vars(sizes.dropped)}
         keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
     mode = model.training
     model.eval()
@@ -138,7 +137,7 @@ def shrink(
                 sizes=sizes,
                 options=options,
                 frequencies=rotary_frequencies(model, family),
-                studies=None if studies is None else Studies(studies, model, basis, read_data(data)),
+                studies=studies,
                 tell=_teller(progress, len(kept) + (sizes.hidden != own.hidden) * own.layers),
             )
             _make_ends(work, saved)

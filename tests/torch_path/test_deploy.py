@@ -60,13 +60,9 @@ def graph(tmp_path: Path) -> Path:
 
 
 def test_a_busy_machine_is_noticed() -> None:
-    def entry(wall: float, processor: float) -> deploy.GraphTime:
-        walls, processors, ratios = (deploy.Interval(*3 * (value,)) for value in (wall, processor, 1.0))
-        return deploy.GraphTime("a", 1, None, 1, walls, processors, ratios)
-
-    assert find_busy([entry(1.0, 0.95), entry(0.1, 0.05)]) is None  # by what takes longest
-    assert find_busy([entry(1.0, 2.0)]) is None  # two threads
-    assert "waited for it 40% of their time" in str(find_busy([entry(1.0, 0.6)]))
+    assert find_busy([(1.0, 0.95), (0.1, 0.05)]) is None  # by what takes longest
+    assert find_busy([(1.0, 2.0)]) is None  # two threads
+    assert "waited for it 40% of their time" in str(find_busy([(1.0, 0.6)]))
 
 
 def test_times_by_turns(graph: Path, tmp_path: Path) -> None:

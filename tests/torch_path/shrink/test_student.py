@@ -12,11 +12,9 @@ import pytest
 import torch
 from support.refusals import refusal
 from support.shrink.models import logits_of, make_data, make_teacher
-from torch import Tensor
 
 from shd_torch import load_student
 from shd_torch.shrink import shrink
-from shd_torch.shrink.unfinished import Unfinished
 
 
 def merges_of(report: dict[str, Any]) -> list[Any]:
@@ -77,31 +75,15 @@ def test_maps_of_some_rows_at_a_time_say_what_whole_maps_say() -> None:
         np.testing.assert_allclose(mixing, wanted, rtol=0, atol=1e-12)
 
 
-def test_students_share_statistics_of_the_same_teacher_and_data_alone(tmp_path: Path) -> None:
+def test_students_share_statistics_of_the_teacher() -> None:
+    """A student with statistics of an earlier one is that without; maps are read when one asks for them."""
     teacher, data = make_teacher("bart"), make_data("bart")
-    data |= {f"decoder_{name}": part for name, part in data.items()}
-    other = data | {"input_ids": data["input_ids"].flip(0), "decoder_input_ids": data["input_ids"].flip(1)}
-    counts = []
-    with Unfinished(tmp_path / "studies", {}) as studies:
-        for stack, sizes in [("encoder", {"neurons": 9}), ("encoder", {"heads": 2}), ("encoder", {"neurons": 8})]:
-            _check_shared(teacher, data, studies, stack=stack, **sizes)
-            counts.append(len(list(studies.folder.glob("study-*"))))
-        assert len(set(counts)) == 1
-        _check_shared(teacher, data, studies, stack="decoder", heads=2)
-        _check_shared(teacher, other, studies, stack="encoder", heads=2)
-        data["input_ids"].copy_(other["input_ids"])  # after they were studied
-        _check_shared(teacher, data, studies, stack="encoder", heads=2)
-        with torch.no_grad():
-            for parameter in teacher.parameters():
-                parameter.mul_(1.5)
-        _check_shared(teacher, data, studies, stack="encoder", heads=2)
-
-
-def _check_shared(teacher: Any, data: dict[str, Tensor], studies: Unfinished, **options: Any) -> None:
-    """A student with statistics that are kept is the one without."""
-    shared, alone = (shrink(teacher, data, **kept, **options) for kept in ({"studies": studies}, {}))
-    for name, tensor in shared.student.state_dict().items():
-        torch.testing.assert_close(tensor, alone.student.state_dict()[name], atol=1e-12, rtol=0.0)
+    studies: dict[int, Any] = {}
+    for sizes in ({"neurons": 9}, {"heads": 2}, {"neurons": 8}):
+        shared, alone = (shrink(teacher, data, stack="encoder", studies=kept, **sizes) for kept in (studies, None))
+        for name, tensor in shared.student.state_dict().items():
+            assert torch.equal(tensor, alone.student.state_dict()[name])
+    assert all(statistics.with_maps for statistics in studies.values())
 
 
 LOAD_IT = """
