@@ -41,17 +41,23 @@ from benchmarks.study.digits import load_digits
 from benchmarks.study.tasks.vit_s import DEVIATION, MEAN
 from benchmarks.texts import HELD, dolly, processor, sample, wikitext, write_texts
 from shd_ref.teacher.study.intervals import half_width
-from shd_torch.compress.candidates import choose_design, choose_designs, find_candidates
-from shd_torch.compress.costs import Costs, measure_costs, price_designs
 from shd_torch.compress.options import CompressOptions, Wish
 from shd_torch.compress.run import study_teacher
 from shd_torch.compress.samples import BATCH, divide, read_rows
+from shd_torch.compress.search import (
+    Costs,
+    Worths,
+    choose_design,
+    choose_designs,
+    find_candidates,
+    measure_costs,
+    measure_worths,
+    price_designs,
+)
 from shd_torch.compress.space import Design
 from shd_torch.compress.stages import Run
-from shd_torch.compress.students import MAPS, compare, prepare_training, probe_shd
+from shd_torch.compress.students import MAPS, TrainingConfig, compare, prepare_training, probe_shd, train
 from shd_torch.compress.task import model_run
-from shd_torch.compress.training import TrainingConfig, train
-from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.export import example_inputs, export_teacher
 from shd_torch.shrink import shrink
 from shd_torch.shrink.unfinished import Unfinished

@@ -35,17 +35,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.texts import SHARED, processor, wikitext
 from shd_ref.teacher.study.intervals import half_width
-from shd_torch.compress.candidates import find_candidates
-from shd_torch.compress.costs import Costs, measure_costs
 from shd_torch.compress.options import CompressOptions, Wish
 from shd_torch.compress.run import _open_run
 from shd_torch.compress.samples import batches
+from shd_torch.compress.search import Costs, Worths, find_candidates, measure_costs, measure_worths
 from shd_torch.compress.space import FRACTIONS, Design, find_space
 from shd_torch.compress.stages import TEACHER, TEACHER_INT8, Run
-from shd_torch.compress.students import _make, compare, prepare_training
+from shd_torch.compress.students import _make, compare, prepare_training, train
 from shd_torch.compress.task import Judge, graph_run, model_run, summarise
-from shd_torch.compress.training import train
-from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.shrink.folders import padding_of, save_student
 from shd_torch.shrink.student import read_made
 

@@ -1,8 +1,9 @@
 """From a teacher and a wish, such as "four times faster", to a student that is deployed; ``run.py`` is the way in.
 
-``samples.py`` reads the data, ``task.py`` knows what a model is for and how good it is, ``space.py`` what may be cut,
-``costs.py`` what parts cost, ``worth.py`` what they are worth, ``candidates.py`` chooses,
-``students.py`` and ``training.py`` train, and ``handover.py`` writes the result.
+``samples.py`` reads and divides the data, ``task.py`` knows what the model is for (by ``measures.py``), ``faithful.py``
+that it is what its own library makes of it. ``stages.py`` divides the minutes and keeps what is finished. ``search.py``
+chooses students within ``space.py``, ``students.py`` makes and trains them next to a ``static.py`` table, and
+``handover.py`` writes the best.
 """
 
 from importlib import import_module

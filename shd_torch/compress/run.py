@@ -16,18 +16,15 @@ from typing import Any, Final
 
 from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.errors import ShdError, import_package
-from shd_torch.compress.candidates import find_candidates
-from shd_torch.compress.costs import Costs, measure_costs
 from shd_torch.compress.faithful import CHECKED, check_teacher
 from shd_torch.compress.handover import hand_over, judge_graphs
-from shd_torch.compress.labels import read_labels
+from shd_torch.compress.measures import read_labels
 from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import BATCH, Columns, divide, length_of, read_rows, read_texts
-from shd_torch.compress.schedule import Paces, Schedule, time_step
-from shd_torch.compress.stages import Progress, Run, in_minutes
+from shd_torch.compress.search import Costs, Worths, find_candidates, measure_costs, measure_worths
+from shd_torch.compress.stages import Paces, Progress, Run, Schedule, in_minutes, time_step
 from shd_torch.compress.static import check_static, judge_static
 from shd_torch.compress.task import SentenceEncoder, find_task, read_measure
-from shd_torch.compress.worth import Worths, measure_worths
 from shd_torch.deploy.inputs import require_runtime
 from shd_torch.deploy.timing import LEAST_ROUNDS, check_length, later_turns
 from shd_torch.shrink.families import check_config

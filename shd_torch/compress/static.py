@@ -21,7 +21,7 @@ from shd_torch.compress.stages import STATIC, Run
 from shd_torch.compress.task import SentenceEncoder, Task, model_run, summarise
 
 if TYPE_CHECKING:
-    from shd_torch.compress.training import TrainingConfig
+    from shd_torch.compress.students import TrainingConfig
 
 _MOST: Final = 100_000  # texts that the table is fitted to, which bounds its memory
 _FREQUENT: Final = 1e-4  # of all tokens, a share above which a token says little (Arora et al., 2017: a of SIF)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -18,15 +18,16 @@ from shd_ref.teacher.options import NO_FORM, PrecomputeOptions
 from shd_ref.teacher.sentence_folder import MODULES, Pooling, modules_after_model, read_pooling, read_texts
 from shd_ref.tolerances import load_tolerances
 from shd_torch.capture.outputs import read_logits, read_output
-from shd_torch.compress.labels import Labelled
-from shd_torch.compress.measures import compare_labels, compare_orders, correlate, rank_relevant
+from shd_torch.compress.measures import Labelled, compare_labels, compare_orders, correlate, rank_relevant
 from shd_torch.compress.samples import LABEL_COLUMNS, QUERY, Row, batches, inputs_of
-from shd_torch.compress.terms import LabelTerm, ScoreTerm
 from shd_torch.deploy.inputs import open_graph, run_graph
 from shd_torch.export import refuse
 from shd_torch.kd import compare_embeddings, pool_states
 from shd_torch.shrink.folders import model_class
-from shd_torch.training.terms import EmbeddingTerm, HiddenTerm, KdTerm
+from shd_torch.supervision.supervision import Taught
+from shd_torch.training.batch import Forward as TrainedForward
+from shd_torch.training.batch import MicroBatch, count_samples
+from shd_torch.training.terms import EmbeddingTerm, HiddenTerm, KdTerm, Measured, Term, Weight
 
 Forward: TypeAlias = Callable[[Mapping[str, NDArray[Any]]], NDArray[Any]]
 """A model: its first output, logits or last states, for a padded batch."""
@@ -436,3 +437,66 @@ def graph_run(path: Path, threads: int = 1) -> Forward:
     session = open_graph(path, threads)
     names = [entry.name for entry in session.get_inputs()]
     return lambda batch: run_graph(session, {name: batch[name] for name in names}, path)[0]
+
+
+if TYPE_CHECKING:
+    from shd_torch.data.dataset import CacheJoin
+
+_MEASURED: Final = 1000  # records whose scores say how far scores are from each other
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTerm(Term):
+    """The squared error of scores, and that of their differences within a query, in units of the teacher's variance.
+
+    So both sides are standardised by the teacher's mean, which falls out, and deviation.
+    """
+
+    NAME: ClassVar[str] = "score"
+    WEIGHT_NAME: ClassVar[str] = "score_weight"
+
+    weight: Weight = 1.0
+    _deviation: list[Tensor] = field(default_factory=list, init=False, repr=False)
+
+    def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
+        """The cache must hold scores; their deviation is read now."""
+        cache = joined.cache
+        records = (cache.read(key, (), logits=True, hidden=()) for key in sorted(cache.keys())[:_MEASURED])
+        scores = torch.stack([torch.as_tensor(cache.decode_logits(record)).reshape(-1) for record in records])
+        deviation = scores.float().std(0)
+        self._deviation[:] = [torch.where(deviation > 0, deviation, 1.0)]
+
+    def count(self, batch: MicroBatch) -> int:
+        return count_samples(batch)
+
+    def measure(self, forward: TrainedForward) -> Measured:
+        """On scores ``(B, K)``."""
+        logits = read_logits(forward.outputs)
+        assert logits is not None
+        (scores,) = forward.learn(_read_scores, "score must have a cache of scores; got none")
+        errors = (logits.float() - scores) / self._deviation[0].to(logits.device)
+        losses = {"_errors": errors.square().mean()}
+        queries = forward.batch.inputs.get(QUERY)
+        if queries is not None:
+            same = (queries[:, None] == queries).fill_diagonal_(False)
+            differences = (errors[:, None] - errors).square().mean(-1)
+            losses["_differences"] = (differences * same).sum() / same.sum().clamp(min=1)
+        return Measured(losses, count_samples)
+
+
+def _read_scores(taught: Taught) -> Tensor | None:
+    targets = taught.targets()
+    return targets if isinstance(targets, Tensor) else None
+
+
+class LabelTerm(KdTerm):
+    """``KdTerm`` on each label by itself: has it or not, the sigmoid of its logit."""
+
+    def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
+        """The mean over samples and labels of logits ``(B, C)``."""
+        return super().loss([_in_two(target) for target in targets], _in_two(logits), loss_mask=None, check=check)
+
+
+def _in_two(logits: Tensor) -> Tensor:
+    """Logits of yes and no ``(B, C, 2)``, whose softmax is the sigmoid."""
+    return torch.stack((logits, torch.zeros_like(logits)), -1)

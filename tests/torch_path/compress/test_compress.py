@@ -29,17 +29,22 @@ from support.commands import invoke  # noqa: E402  (after the skips)
 from shd_ref.cache import CacheReader  # noqa: E402
 from shd_ref.errors import ShdError  # noqa: E402
 from shd_torch.cli import load_app  # noqa: E402
-from shd_torch.compress import CompressOptions, compress, schedule, stages, students  # noqa: E402
-from shd_torch.compress.candidates import choose_design, choose_designs, keep_layers  # noqa: E402
-from shd_torch.compress.costs import TEACHER, Costs, fit_costs, mixed_designs  # noqa: E402
+from shd_torch.compress import CompressOptions, compress, stages, students  # noqa: E402
 from shd_torch.compress.handover import Point, describe_regions  # noqa: E402
 from shd_torch.compress.samples import add_crops, divide, read_rows, training_order  # noqa: E402
-from shd_torch.compress.schedule import Search  # noqa: E402
+from shd_torch.compress.search import (  # noqa: E402  # noqa: E402
+    TEACHER,
+    Costs,
+    Worths,
+    choose_design,
+    choose_designs,
+    fit_costs,
+    keep_layers,
+    mixed_designs,
+)
 from shd_torch.compress.space import NONE, Design, Space, find_space  # noqa: E402
-from shd_torch.compress.stages import Run  # noqa: E402
-from shd_torch.compress.students import RATES  # noqa: E402
-from shd_torch.compress.training import TrainingConfig, train  # noqa: E402
-from shd_torch.compress.worth import Worths  # noqa: E402
+from shd_torch.compress.stages import Run, Search  # noqa: E402
+from shd_torch.compress.students import RATES, TrainingConfig, train  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
 from shd_torch.shrink.families import FAMILIES  # noqa: E402
 from shd_torch.shrink.sizes import sizes_of  # noqa: E402
@@ -367,13 +372,13 @@ def test_pixels_without_int8(
         np.save(file, part)
     monkeypatch.setattr(stages, "LEAST", 4)
     # With SHD, for which there is no time, and of the samples as many as the least training takes.
-    monkeypatch.setattr(schedule, "_searches", lambda: iter([Search(steps=(1, 2))]))
-    monkeypatch.setattr(schedule, "_CACHED", 0.0)
+    monkeypatch.setattr(stages, "_searches", lambda: iter([Search(steps=(1, 2))]))
+    monkeypatch.setattr(stages, "_CACHED", 0.0)
     told: list[str] = []
     options = CompressOptions(mb=(0.0247,), batch=(1,), minutes=0.001, candidates=1, int8=False)
     document = compress(teacher, files, options, out=tmp_path / "student", say=told.append)
     assert document["samples"]["train"] == 32
-    assert [line.partition(":")[0] for line in told] == list(schedule.STAGES[1:-1])
+    assert [line.partition(":")[0] for line in told] == list(stages.STAGES[1:-1])
     assert all(line.endswith(" left in all") for line in told)
     assert any(f"{files[1]} has" in remark for remark in document["remarks"])
     (student,) = document["students"]

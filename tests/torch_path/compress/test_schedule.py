@@ -11,8 +11,8 @@ pytest.importorskip("torch", reason="compress trains")
 pytest.importorskip("transformers", reason="compress reads models of transformers")
 
 from shd_torch.compress.options import CompressOptions
-from shd_torch.compress.schedule import BATCH, STAGES, Paces, Schedule, plan_schedule
 from shd_torch.compress.space import NONE, Space
+from shd_torch.compress.stages import BATCH, STAGES, Paces, Schedule, plan_schedule
 
 PACES = Paces(graph=6.0, forward=0.2, step=0.8)
 

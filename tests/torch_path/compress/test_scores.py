@@ -20,15 +20,21 @@ pytest.importorskip("scipy", reason="compress needs scipy")
 
 from shd_torch.cli import load_app  # noqa: E402
 from shd_torch.compress import CompressOptions  # noqa: E402
-from shd_torch.compress.labels import read_labels  # noqa: E402
-from shd_torch.compress.measures import compare_labels, compare_orders, rank_relevant  # noqa: E402
+from shd_torch.compress.measures import compare_labels, compare_orders, rank_relevant, read_labels  # noqa: E402
 from shd_torch.compress.run import _open_run  # noqa: E402
 from shd_torch.compress.samples import QUERY, Columns, collate, divide, read_rows, training_order  # noqa: E402
 from shd_torch.compress.space import Design  # noqa: E402
-from shd_torch.compress.students import _make, prepare_training  # noqa: E402
-from shd_torch.compress.task import Judge, Quality, SentenceEncoder, find_task, graph_run, model_run, read_measure  # noqa: E402
-from shd_torch.compress.terms import ScoreTerm  # noqa: E402
-from shd_torch.compress.training import train  # noqa: E402
+from shd_torch.compress.students import _make, prepare_training, train  # noqa: E402
+from shd_torch.compress.task import (  # noqa: E402
+    Judge,
+    Quality,
+    ScoreTerm,
+    SentenceEncoder,
+    find_task,
+    graph_run,
+    model_run,
+    read_measure,
+)
 from shd_torch.deploy import quantize_graph  # noqa: E402
 from shd_torch.shrink import load_student  # noqa: E402
 from shd_torch.shrink.folders import forward_inputs, load_teacher, read_config, read_modules, save_student  # noqa: E402
