@@ -225,45 +225,21 @@ def time_models(
     samples = read_samples(data, folders[0] if folders else None, max_length)
     if beside is not None:
         check_model(beside, "beside", or_graph=True)
-    from shd_torch.deploy import quantize_graph, time_graphs
-    from shd_torch.deploy.inputs import GraphInputs
-    from shd_torch.deploy.timing import check_length, find_busy
+    from shd_torch.deploy import time_graphs
+    from shd_torch.deploy.timing import find_busy
 
-    for model in everyone if length else ():  # before any is exported
-        if model in folders:
-            require_packages("torch", "transformers")
-            most = count_positions(read_config(find_folder(model, "model"), "model"))
-        else:
-            most = GraphInputs(model).longest(max(length or ()))
-        check_length(model, most, length or ())
+    _check_lengths(everyone, length or ())  # before any is exported
     paths: dict[str, Path] = {}
     reports: dict[str, Int8Report] = {}
-
-    def add(folder: Path, model: str, base: str, *, int8: bool) -> str:
-        """A graph, that of a folder, and perhaps its int8, by the names of their rows; returns the first."""
-        path, row = Path(model), model if base == model else f"{base}, as it is"
-        if model in folders:
-            path = folder / f"{len(paths)}.onnx"
-            row = f"{base}, {'fused' if export_folder(model, path).num_fused else 'attention not fused'}"
-        paths[row], name = path, f"{base}, int8"
-        if int8:
-            try:
-                reports[name] = quantize_graph(path, folder / f"{len(paths)}.int8.onnx", samples)
-                paths[name] = reports[name].path
-            except ShdError as error:
-                if error.code not in ("export-failed", "not-finite"):
-                    raise
-                print_remarks(f"{name} is left out: {error}")
-        return row
 
     with tempfile.TemporaryDirectory() as temporary, show_progress("turns") as (on_turn,):
         for model in models:
             on_turn(0, 0, says=f"{model} is prepared")
-            add(Path(temporary), model, model, int8=int8)
+            _add_graphs(paths, reports, Path(temporary), model, model, samples, int8=int8)
         reference = next(iter(paths))
         if beside is not None:
             on_turn(0, 0, says="the teacher is prepared")
-            reference = add(Path(temporary), beside, "teacher", int8=True)
+            reference = _add_graphs(paths, reports, Path(temporary), beside, "teacher", samples, int8=True)
         on_turn(0, 0)
         settings: dict[str, Any] = {"batch": batch, "length": length, "threads": threads, "rounds": rounds}
         times = time_graphs(paths, reference=reference, progress=on_turn, **settings)
@@ -277,6 +253,49 @@ def time_models(
         "times": [asdict(entry) for entry in times],
         "int8": {name: asdict(report) for name, report in reports.items()},
     }
+
+
+def _check_lengths(models: Sequence[str], lengths: Sequence[int]) -> None:
+    """Refuse samples that a graph or a model has no positions for."""
+    from shd_torch.deploy.inputs import GraphInputs
+    from shd_torch.deploy.timing import check_length
+
+    for model in models if lengths else ():
+        if model.endswith(".onnx"):
+            most: int | None = GraphInputs(model).longest(max(lengths))
+        else:
+            require_packages("torch", "transformers")
+            most = count_positions(read_config(find_folder(model, "model"), "model"))
+        check_length(model, most, lengths)
+
+
+def _add_graphs(
+    paths: dict[str, Path],
+    reports: dict[str, Int8Report],
+    folder: Path,
+    model: str,
+    base: str,
+    samples: dict[str, NDArray[np.generic]] | None,
+    *,
+    int8: bool,
+) -> str:
+    """Add a graph, that of a model's folder, and perhaps its int8, by the names of their rows; returns the first."""
+    from shd_torch.deploy import quantize_graph
+
+    path, row = Path(model), model if base == model else f"{base}, as it is"
+    if not model.endswith(".onnx"):
+        path = folder / f"{len(paths)}.onnx"
+        row = f"{base}, {'fused' if export_folder(model, path).num_fused else 'attention not fused'}"
+    paths[row], name = path, f"{base}, int8"
+    if int8:
+        try:
+            reports[name] = quantize_graph(path, folder / f"{len(paths)}.int8.onnx", samples)
+            paths[name] = reports[name].path
+        except ShdError as error:
+            if error.code not in ("export-failed", "not-finite"):
+                raise
+            print_remarks(f"{name} is left out: {error}")
+    return row
 
 
 def print_times(times: Sequence[GraphTime], reference: str, rounds: int) -> None:

@@ -1,9 +1,9 @@
 """From a teacher and a wish, such as "four times faster", to a student that is deployed; ``run.py`` is the way in.
 
-``samples.py`` reads and divides the data, ``task.py`` knows what the model is for (by ``measures.py``), ``faithful.py``
-that it is what its own library makes of it. ``stages.py`` divides the minutes and keeps what is finished. ``search.py``
-chooses students within ``space.py``, ``students.py`` makes and trains them next to a ``static.py`` table, and
-``handover.py`` writes the best.
+``samples.py`` reads and divides the data; ``task.py`` knows what the model is for, by ``measures.py``, and
+``faithful.py`` that its own library agrees. ``stages.py`` divides the minutes and keeps what is finished.
+``search.py`` chooses students in ``space.py``, ``students.py`` makes and trains them, ``static.py`` fits a table to
+compare them with, and ``handover.py`` writes the best.
 """
 
 from importlib import import_module

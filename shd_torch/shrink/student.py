@@ -108,8 +108,7 @@ def shrink(
     folder = None if out is None else new_folder(out)
     keeps_head = options.hidden is not None  # which then reads the narrower states
     model: Any = teacher if isinstance(teacher, nn.Module) else load_teacher(teacher, keeps_head=keeps_head)
-    held = {name: tensor.cpu() for name, tensor in read_data(data).items()}
-    check_positions(held, count_positions(model.config))
+    check_positions({name: tensor.cpu() for name, tensor in read_data(data).items()}, count_positions(model.config))
     family = family_of(model, options.stack)
     options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
@@ -119,10 +118,10 @@ def shrink(
         check_ends(model, family)
     modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
     student = make_student(model, family, sizes, kept)
+    settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
+    settings |= {"stack": family.stack, **sizes.report(), "kept": kept, **vars(sizes.dropped)}
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     if folder is not None:
-        settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
-        settings |= {"stack": family.stack, **sizes.report(), "kept": kept, **vars(sizes.dropped)}
         keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
     mode = model.training
     model.eval()
@@ -146,9 +145,8 @@ def shrink(
             student.to(stored)
             if folder is not None:
                 work.tell("the folder is written")
-                save_student(
-                    student, report, folder, None if isinstance(teacher, nn.Module) else Path(teacher), modules
-                )
+                source = None if isinstance(teacher, nn.Module) else Path(teacher)
+                save_student(student, report, folder, source, modules)
     finally:
         model.train(mode)
     return Shrunk(student, report)
