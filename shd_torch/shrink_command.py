@@ -71,25 +71,25 @@ def shrink(
 
     hide_weight_bars()
     with show_progress("steps") as (on_step,):
-        made = run(
+        shrunk = run(
             str(teacher), inputs, options, out=out, progress=lambda done, total, what: on_step(done, total, says=what)
         )
-    _say_what_was_made(made, out)
-    has_stack = "stack" in made.report  # of which shrink.json cannot say the attention calls
-    is_equal = isinstance(made.report["student"]["heads"], int)
+    _say_what_was_made(shrunk, out)
+    has_stack = "stack" in shrunk.report  # of which shrink.json cannot say the attention calls
+    is_equal = isinstance(shrunk.report["student"]["heads"], int)
     following = []
     if not has_stack:
-        told: dict[str, Any] = {"has_equal_layers": is_equal, "max_length": max_length}
-        following = following_commands(teacher, data, out, made.student, inputs, **told)
+        settings: dict[str, Any] = {"has_equal_layers": is_equal, "max_length": max_length}
+        following = following_commands(teacher, data, out, shrunk.student, inputs, **settings)
     for command in following:
         console.say(f"next: {command}")
-    return made.report | {"path": out, "next": following}
+    return shrunk.report | {"path": out, "next": following}
 
 
-def _say_what_was_made(made: Shrunk, out: Path) -> None:
+def _say_what_was_made(shrunk: Shrunk, out: Path) -> None:
     from shd_torch.shrink.sizes import read_kind
 
-    report = made.report
+    report = shrunk.report
     for number, (source, layer) in enumerate(zip(report["sources"], report["layers"], strict=True)):
         title = f"layer {number} of {len(report['layers'])} from {source}"
         console.say(f"{title}: {layer['case']}, error {layer['layer_error']:.3f}")
@@ -104,7 +104,7 @@ def _say_what_was_made(made: Shrunk, out: Path) -> None:
     if None in ridges:
         print_remarks(f"{ridges.count(None)} of {len(ridges)} matrices stay in closed form; more --samples may help")
     console.say(f"{out}: the student, and shrink.json")
-    if read_kind(made.student.config.to_dict()) is not None:
+    if read_kind(shrunk.student.config.to_dict()) is not None:
         console.say(f"it only loads with shd_torch.load_student({str(out)!r}): its layers are not stock")
 
 

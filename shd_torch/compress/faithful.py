@@ -30,19 +30,19 @@ def check_teacher(
     Returns a remark where it does so in a batch alone.
     """
     forward = model_run(model)
-    own = summarise(task, forward, [pad(list(map(inputs_of, rows)), padding_of(model.config))])
+    output = summarise(task, forward, [pad(list(map(inputs_of, rows)), padding_of(model.config))])
     problem, library = "", "transformers"
     if isinstance(task, SentenceEncoder) or (isinstance(task, Reranker) and (folder / MODULES).exists()):
         library = "sentence-transformers"
     try:
         for size in (len(texts), 1):
             if isinstance(task, SentenceEncoder):
-                other = _encode(folder, texts, max_length, size)
+                expected = _encode(folder, texts, max_length, size)
             elif library == "sentence-transformers":
-                other = _score(task, folder, texts, max_length, size)
+                expected = _score(task, folder, texts, max_length, size)
             else:
-                other = summarise(task, forward, _tokenise(folder, texts, max_length, model, size))
-            remark, problem = PADS_FRONT if problem else None, "" if other is None else _compare(own, other)
+                expected = summarise(task, forward, _tokenise(folder, texts, max_length, model, size))
+            remark, problem = PADS_FRONT if problem else None, "" if expected is None else _compare(output, expected)
             if not problem:
                 return remark
     except ShdError:  # our own word on what it gave
@@ -54,11 +54,11 @@ def check_teacher(
     raise ShdError("shrink-unsupported", f"{rule}: tokenise them with it and give arrays (.npz), or set --max-length")
 
 
-def _compare(own: Tensor, other: Tensor) -> str:
-    """How one differs from the other beyond what rounding does; an empty text where it does not."""
-    if own.shape != other.shape:
+def _compare(output: Tensor, expected: Tensor) -> str:
+    """How an output differs from the expected one beyond what rounding does; an empty text where it does not."""
+    if output.shape != expected.shape:
         return "other tokens"
-    worst, spread = _distances(own, other).max(), _distances(own, own.roll(1, 0)).square().mean().sqrt()
+    worst, spread = _distances(output, expected).max(), _distances(output, output.roll(1, 0)).square().mean().sqrt()
     is_same = worst <= load_tolerances()["library"]["float32"] * spread
     return "" if is_same else f"a difference of {worst:.2g}, where other texts have {spread:.2g}"
 
@@ -74,8 +74,8 @@ def _encode(folder: Path, texts: list[tuple[str, ...]], max_length: int | None, 
         return None
     from sentence_transformers import SentenceTransformer
 
-    kept = {"dtype": "float32"}  # as the teacher runs
-    encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=kept)
+    precision = {"dtype": "float32"}  # as the teacher runs
+    encoder = SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=precision)
     if max_length is not None:
         encoder.max_seq_length = max_length
     firsts = [text[0] for text in texts]
@@ -90,10 +90,12 @@ def _score(
         return None
     from sentence_transformers import CrossEncoder
 
-    kept: Any = {"dtype": "float32"}
-    encoder = CrossEncoder(str(folder), device="cpu", local_files_only=True, max_length=max_length, model_kwargs=kept)
-    told: Any = {"activation_fn": nn.Identity(), "convert_to_tensor": True, "show_progress_bar": False}
-    return task.summarise(encoder.predict(texts, batch_size=size, **told)[:, None], {})
+    precision: Any = {"dtype": "float32"}
+    encoder = CrossEncoder(
+        str(folder), device="cpu", local_files_only=True, max_length=max_length, model_kwargs=precision
+    )
+    settings: Any = {"activation_fn": nn.Identity(), "convert_to_tensor": True, "show_progress_bar": False}
+    return task.summarise(encoder.predict(texts, batch_size=size, **settings)[:, None], {})
 
 
 def _tokenise(
@@ -104,10 +106,10 @@ def _tokenise(
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     length = tokenizer.model_max_length if max_length is None else max_length
-    kept: dict[str, Any] = {"truncation": True, "max_length": length} if length < 10**18 else {}
+    truncation: dict[str, Any] = {"truncation": True, "max_length": length} if length < 10**18 else {}
     for start in range(0, len(texts), size):
         columns = map(list, zip(*texts[start : start + size], strict=True))
-        batch = tokenizer(*columns, padding=tokenizer.pad_token is not None, **kept)
+        batch = tokenizer(*columns, padding=tokenizer.pad_token is not None, **truncation)
         names = [name for name in batch if name in inspect.signature(model.forward).parameters]
         count = len(batch["input_ids"])
         yield pad([{name: np.array(batch[name][at]) for name in names} for at in range(count)])

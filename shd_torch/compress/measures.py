@@ -39,12 +39,12 @@ def compare_orders(teacher: Tensor, student: Tensor, queries: Tensor) -> dict[st
     """
     kendall, ndcg = [], []
     for at in _of_queries(queries):
-        own, other = teacher[at].double(), student[at]
-        signs = torch.sign(own[:, None] - own)
+        expected, scores = teacher[at].double(), student[at]
+        signs = torch.sign(expected[:, None] - expected)
         if bool(signs.any()):
-            kendall.append(float((signs * torch.sign(other[:, None] - other)).sum() / signs.abs().sum()))
-            best, random = _discounted(own, own), _discounted(own, torch.zeros_like(own))
-            ndcg.append((_discounted(own, other) - random) / (best - random))
+            kendall.append(float((signs * torch.sign(scores[:, None] - scores)).sum() / signs.abs().sum()))
+            best, random = _discounted(expected, expected), _discounted(expected, torch.zeros_like(expected))
+            ndcg.append((_discounted(expected, scores) - random) / (best - random))
     return {"kendall": _mean(kendall), "ndcg": _mean(ndcg)} if kendall else {}
 
 

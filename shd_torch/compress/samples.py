@@ -197,22 +197,22 @@ def divide(
     Raises:
         ShdError: ``argument-value`` for too few.
     """
-    kept = _distinct(rows, seed, files)
+    entries = _distinct(rows, seed, files)
     judged = [] if held_out is None else _distinct(held_out, seed)
     known = {entry.digest for entry in judged}
-    kept = [entry for entry in kept if entry.digest not in known]
-    if len(kept) < LEAST or (held_out is not None and len(judged) < LEAST // 2):
-        got = f"{len(kept)}" if held_out is None else f"{len(kept)}, and {len(judged)} held out"
+    entries = [entry for entry in entries if entry.digest not in known]
+    if len(entries) < LEAST or (held_out is not None and len(judged) < LEAST // 2):
+        got = f"{len(entries)}" if held_out is None else f"{len(entries)}, and {len(judged)} held out"
         raise ShdError("argument-value", f"data must hold {LEAST} distinct samples or more; got {got}")
-    content = b"".join(entry.digest + entry.file.encode() for entry in (*kept, *judged))
+    content = b"".join(entry.digest + entry.file.encode() for entry in (*entries, *judged))
     digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    count = min(len(kept) // 10, MOST_HELD)
-    choices, kept = _cut(kept, count)
+    count = min(len(entries) // 10, MOST_HELD)
+    choices, entries = _cut(entries, count)
     if held_out is None:
-        judged, kept = _cut(kept, count)
-    need(bool(kept), "argument-value", "data", "hold pairs of three first texts or more", "one or two")
+        judged, entries = _cut(entries, count)
+    need(bool(entries), "argument-value", "data", "hold pairs of three first texts or more", "one or two")
     # By content again: the first rows of each part are then of many queries.
-    parts = kept, choices, _cut(judged, MOST_HELD)[0]
+    parts = entries, choices, _cut(judged, MOST_HELD)[0]
     train, choice_rows, judged_rows = ([entry.row for entry in sorted(part)] for part in parts)
     if files is None:
         return Samples(train, choice_rows, judged_rows, digest)
@@ -233,7 +233,7 @@ class _Entry:
 
 def _cut(entries: list[_Entry], count: int) -> tuple[list[_Entry], list[_Entry]]:
     """So many and the others: fewer where a query would be cut in two, the whole first query at least."""
-    ends = [at for at, (one, other) in enumerate(pairwise(entries), 1) if one.query != other.query]
+    ends = [at for at, (entry, following) in enumerate(pairwise(entries), 1) if entry.query != following.query]
     end = max((at for at in (*ends, len(entries)) if at <= count), default=(*ends, len(entries))[0])
     return entries[:end], entries[end:]
 
@@ -292,8 +292,8 @@ def add_crops(rows: Sequence[Row], seed: int) -> list[Row]:
         if count > 5:
             size = int(generator.integers(3, min(count, 16)))
             start = int(generator.integers(1, count - size + 2))
-            kept = [0, *range(start, start + size), count + 1]
-            crops.append({name: array[kept] for name, array in row.items()})
+            positions = [0, *range(start, start + size), count + 1]
+            crops.append({name: array[positions] for name, array in row.items()})
     return [*rows, *crops]
 
 

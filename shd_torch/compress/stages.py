@@ -272,10 +272,10 @@ class Run:
         """
         if name and self.keeper.get(name) is not None:
             return
-        own, *later = (self._seconds[following] for following in STAGES[STAGES.index(stage) :])
-        own = own if seconds is None else seconds
-        left = in_minutes(max(self.left, own + sum(later)))
-        self._say(f"{stage}: about {in_minutes(own)}; about {left} left in all")
+        expected, *later = (self._seconds[following] for following in STAGES[STAGES.index(stage) :])
+        expected = expected if seconds is None else seconds
+        left = in_minutes(max(self.left, expected + sum(later)))
+        self._say(f"{stage}: about {in_minutes(expected)}; about {left} left in all")
 
     def find(self, name: str, make: Callable[[], Any], files: str = "") -> Any:
         """What an earlier run found, or what is found now, with files that it makes in the run's folder."""

@@ -153,9 +153,9 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
         )
 
     run.find(folder.name, make, f"{folder.name}/**/*")
-    made = read_made(folder)
-    made.student.float()  # in place; it is stored as its teacher is
-    return made
+    shrunk = read_made(folder)
+    shrunk.student.float()  # in place; it is stored as its teacher is
+    return shrunk
 
 
 def _train_short(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:

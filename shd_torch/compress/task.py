@@ -189,8 +189,8 @@ class IndependentLabels(Classifier):
 
     def grade(self, summary: Tensor, labels: Labelled) -> dict[str, float]:
         """F1 over all labels together."""
-        own, human = summary > 0, labels.flags(summary.shape[-1])
-        return {"f1": float(2 * (own & human).sum() / (own.sum() + human.sum()).clamp(min=1))}
+        predicted, human = summary > 0, labels.flags(summary.shape[-1])
+        return {"f1": float(2 * (predicted & human).sum() / (predicted.sum() + human.sum()).clamp(min=1))}
 
     def own_terms(self) -> dict[str, Any]:
         return {"kd": LabelTerm()}
@@ -306,7 +306,7 @@ class SentenceEncoder(Encoder):
         """Rank correlation of the cosines of pairs with the labels; texts alone have none."""
         first, second = summary[: len(labels.values)], summary[len(labels.values) :]
         cosines = nn.functional.cosine_similarity(first, second)[:, None]
-        return {"spearman": sum(found)} if (found := correlate(labels.numbers(1), cosines)) else {}
+        return {"spearman": sum(correlations)} if (correlations := correlate(labels.numbers(1), cosines)) else {}
 
     def targets(self, num_layers: int) -> PrecomputeOptions:
         """Embeddings too."""

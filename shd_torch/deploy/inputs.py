@@ -63,12 +63,14 @@ class GraphInputs:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         session = open_graph(path)
-        for one in session.get_inputs():
-            if one.type not in _DTYPES:
-                raise ShdError("inputs-invalid", f"{path} must take tensors of numbers; {one.name} is a {one.type}")
-        shapes: dict[str, tuple[Any, ...]] = {one.name: tuple(one.shape) for one in session.get_inputs()}
+        for entry in session.get_inputs():
+            if entry.type not in _DTYPES:
+                raise ShdError(
+                    "inputs-invalid", f"{path} must take tensors of numbers; {entry.name} is a {entry.type}"
+                )
+        shapes: dict[str, tuple[Any, ...]] = {entry.name: tuple(entry.shape) for entry in session.get_inputs()}
         self.path, self.shapes = Path(path), shapes
-        self.dtypes = {one.name: _DTYPES[one.type] for one in session.get_inputs()}
+        self.dtypes = {entry.name: _DTYPES[entry.type] for entry in session.get_inputs()}
         self.output: str = session.get_outputs()[0].name
         self._limits = _count_ids(self.path, shapes)
         self.has_batch = all(shape and not isinstance(shape[0], int) for shape in shapes.values())

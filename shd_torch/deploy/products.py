@@ -104,10 +104,10 @@ def _product(node: ir.Node) -> Product | None:
     if weight is None or array is None or array.ndim != 2 or array.dtype != np.float32:
         return None
     if node.op_type == "Gemm":
-        given = {name: node.attributes[name].value for name in node.attributes}
-        if given.get("alpha", 1.0) != 1 or given.get("beta", 1.0) != 1 or given.get("transA", 0):
+        attributes = {name: node.attributes[name].value for name in node.attributes}
+        if attributes.get("alpha", 1.0) != 1 or attributes.get("beta", 1.0) != 1 or attributes.get("transA", 0):
             return None
-        is_transposed, bias = bool(given.get("transB", 0)), node.inputs[2] if len(node.inputs) > 2 else None
+        is_transposed, bias = bool(attributes.get("transB", 0)), node.inputs[2] if len(node.inputs) > 2 else None
         size = array.shape[0 if is_transposed else 1]
         return Product(node, weight, is_transposed, bias) if bias is None or _is_vector(bias, size) else None
     product, users = Product(node, weight, False), list(node.outputs[0].uses())
@@ -161,7 +161,7 @@ def measure(model: ir.Model, sites: Sequence[Site], inputs: Mapping[str, NDArray
             for _ in added:  # onnx_ir does not follow a deleted slice
                 outputs.pop()
         session = open_graph(path)
-    names = [one.name for one in session.get_outputs()]
+    names = [output.name for output in session.get_outputs()]
     width = sum(site.products[0].read().shape[0] for site in sites)
     batches = list(_batches(inputs, width, reader))
     most = min(_MOST_ROWS, max(_SEARCHED_ROWS[0], _KEPT_BYTES // (4 * width)))

@@ -42,113 +42,116 @@ OPTIONS = CompressOptions(faster=(2.0,), batch=(1,), length=(8,))
 MEAN = {"pooling_mode_mean_tokens": True}
 LAST = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
 PROMPT = {"prompts": {"query": "red fox "}, "default_prompt_name": "query"}
+LLAMA = {"num_key_value_heads": 1}
+CASED = {"do_lower_case": False}
+MODELS: dict[str, tuple[str, Settings, str, Settings]] = {
+    "a classifier of texts that end before their padding": (
+        *("LlamaForSequenceClassification", LLAMA | {"pad_token_id": 5}),
+        *("words", {"pad": 5}),
+    ),
+    "padding in front": (
+        *("LlamaForSequenceClassification", LLAMA | {"pad_token_id": 3}),
+        *("words", {"pad": 3, "padding_side": "left"}),
+    ),
+    "a tokenizer that its library makes anew": (
+        *("Qwen2ForSequenceClassification", LLAMA | {"pad_token_id": 3}),
+        *("words", {"pad": 3}),
+    ),
+    "padding in front of absolute positions": (
+        *("GPT2ForSequenceClassification", {"pad_token_id": 3}),
+        *("words", {"pad": 3, "padding_side": "left"}),
+    ),
+    "texts that are cut in front": (
+        *("GPT2ForSequenceClassification", {"pad_token_id": 3}),
+        *("words", {"pad": 3, "model_max_length": 6, "truncation_side": "left"}),
+    ),
+    "no padding token": ("LlamaForSequenceClassification", LLAMA | {"pad_token_id": None}, "words", {"pad": None}),
+    "a decoder without a padding token": ("LlamaForCausalLM", LLAMA | {"pad_token_id": None}, "words", {"pad": None}),
+    "a head of masked tokens": ("BertForMaskedLM", {}, "bert", {}),
+    "an encoder kept as a decoder": ("BertLMHeadModel", {}, "bert", {}),
+    "positions that count padding, and a larger table": (
+        *("RobertaModel", {"pad_token_id": 1, "vocab_size": 40}),
+        *("words", {"pad": 1}),
+    ),
+    "a tokenizer with more inputs than the model": (
+        *("DistilBertForSequenceClassification", {"hidden_dim": 32, "dim": 16, "n_layers": 2, "n_heads": 2}),
+        *("bert", {}),
+    ),
+    "a file that was cut once": ("BertForSequenceClassification", {}, "bert", {"model_max_length": 9}),
+    "settings beside the tokenizer's file": ("BertForSequenceClassification", {}, "bert", CASED),
+    "a cross encoder of three classes": ("BertForSequenceClassification", {}, "bert", {}),
+    "short lower-case sentences": ("BertModel", {}, "bert", CASED),
+    "sentences of a model kept in halves": ("BertModel", {}, "bert", {}),
+    "sentences with a prompt": ("BertModel", {}, "bert", CASED),
+    "a prompt that is not pooled": ("BertModel", {}, "bert", CASED),
+    "sentences of a decoder with its head": (
+        *("LlamaForCausalLM", LLAMA | {"pad_token_id": 4}),
+        *("words", {"pad": 4, "padding_side": "left"}),
+    ),
+    "sentences with a head of masked tokens": ("BertForMaskedLM", {}, "bert", {}),
+    "scores by a module": ("LlamaForCausalLM", LLAMA | {"pad_token_id": 3}, "words", {"pad": 3}),
+    "a projection of sentences": ("BertModel", {}, "bert", {}),
+    "states of another layer": ("BertModel", {}, "bert", {}),
+    "tokens that the table lacks": ("BertModel", {"vocab_size": 20}, "bert", CASED),
+}
+"""Class and configuration of a model, kind and settings of its tokenizer; another case is a configuration."""
+FORWARD = {"method": "forward", "method_output_name": "logits"}
+STATES = {"text": FORWARD | {"method_output_name": ["hidden_states", 1]}}
+SENTENCES: dict[str, tuple[tuple[str, ...], Settings]] = {
+    "short lower-case sentences": (
+        ("Normalize",),
+        {"pooling": MEAN, "sentence_bert_config": {"max_seq_length": 7, "do_lower_case": True}},
+    ),
+    "sentences of a model kept in halves": ((), {"pooling": MEAN}),
+    "sentences with a prompt": ((), {"pooling": MEAN, "config_sentence_transformers": PROMPT}),
+    "a prompt that is not pooled": (
+        (),
+        {"pooling": MEAN | {"include_prompt": False}, "config_sentence_transformers": PROMPT},
+    ),
+    "sentences of a decoder with its head": (("Normalize",), {"pooling": LAST}),
+    "sentences with a head of masked tokens": ((), {"pooling": MEAN}),
+    "scores by a module": ((), {"pooling": {}, "sentence_bert_config": {"transformer_task": "text-generation"}}),
+    "a projection of sentences": (("Dense",), {"pooling": MEAN}),
+    "states of another layer": (
+        (),
+        {
+            "pooling": MEAN,
+            "sentence_bert_config": {"modality_config": STATES, "module_output_name": "token_embeddings"},
+        },
+    ),
+}
+"""Modules and files of sentence-transformers, of the cases that are its folders."""
 
 
 def make_folder(folder: Path, case: str) -> None:
-    """A teacher of one of the kinds below."""
-    llama = {"num_key_value_heads": 1}
+    """A teacher of one of these kinds."""
+    default = ("BertForSequenceClassification", {} if case in MODELS else json.loads(case), "bert", {})
+    name, changes, kind, settings = MODELS.get(case, default)
+    save_model(folder, name, **changes)
+    save_tokenizer(folder, kind, **settings)
+    modules, files = SENTENCES.get(case, ((), {}))
+    if files:
+        save_modules(folder, *modules, **files)
     match case:
-        case "a classifier of texts that end before their padding":
-            save_model(folder, "LlamaForSequenceClassification", pad_token_id=5, **llama)
-            save_tokenizer(folder, "words", pad=5)
-        case "padding in front":
-            save_model(folder, "LlamaForSequenceClassification", pad_token_id=3, **llama)
-            save_tokenizer(folder, "words", pad=3, padding_side="left")
-        case "a tokenizer that its library makes anew":
-            save_model(folder, "Qwen2ForSequenceClassification", pad_token_id=3, **llama)
-            save_tokenizer(folder, "words", pad=3)
-        case "padding in front of absolute positions":
-            save_model(folder, "GPT2ForSequenceClassification", pad_token_id=3)
-            save_tokenizer(folder, "words", pad=3, padding_side="left")
-        case "no padding token":
-            save_model(folder, "LlamaForSequenceClassification", pad_token_id=None, **llama)
-            save_tokenizer(folder, "words", pad=None)
-        case "a decoder without a padding token":
-            save_model(folder, "LlamaForCausalLM", pad_token_id=None, **llama)
-            save_tokenizer(folder, "words", pad=None)
-        case "a head of masked tokens":
-            save_model(folder, "BertForMaskedLM")
-            save_tokenizer(folder, "bert")
-        case "an encoder kept as a decoder":
-            save_model(folder, "BertLMHeadModel")
-            save_tokenizer(folder, "bert")
-        case "positions that count padding, and a larger table":
-            save_model(folder, "RobertaModel", pad_token_id=1, vocab_size=40)
-            save_tokenizer(folder, "words", pad=1)
-        case "a tokenizer with more inputs than the model":
-            names = {"hidden_dim": 32, "dim": 16, "n_layers": 2, "n_heads": 2}
-            save_model(folder, "DistilBertForSequenceClassification", **names)
-            save_tokenizer(folder, "bert")
         case "a file that was cut once":
-            save_model(folder, "BertForSequenceClassification")
-            save_tokenizer(folder, "bert", model_max_length=9)
-            told = json.loads((folder / "tokenizer.json").read_text())
-            told["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-            (folder / "tokenizer.json").write_text(json.dumps(told))
+            truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+            edit_json(folder / "tokenizer.json", truncation=truncation)
         case "settings beside the tokenizer's file":
-            save_model(folder, "BertForSequenceClassification")
-            save_tokenizer(folder, "bert", do_lower_case=False)
-            told = json.loads((folder / "tokenizer_config.json").read_text())
-            (folder / "tokenizer_config.json").write_text(json.dumps(told | {"do_lower_case": True}))
-        case "short lower-case sentences":
-            save_model(folder, "BertModel")
-            save_tokenizer(folder, "bert", do_lower_case=False)
-            settings = {"max_seq_length": 7, "do_lower_case": True}
-            save_modules(folder, "Normalize", pooling=MEAN, sentence_bert_config=settings)
+            edit_json(folder / "tokenizer_config.json", do_lower_case=True)
         case "sentences of a model kept in halves":
-            save_model(folder, "BertModel")
             transformers.BertModel.from_pretrained(folder).bfloat16().save_pretrained(folder)
-            save_tokenizer(folder, "bert")
-            save_modules(folder, pooling=MEAN)
-        case "texts that are cut in front":
-            save_model(folder, "GPT2ForSequenceClassification", pad_token_id=3)
-            save_tokenizer(folder, "words", pad=3, model_max_length=6, truncation_side="left")
-        case "sentences with a prompt":
-            save_model(folder, "BertModel")
-            save_tokenizer(folder, "bert", do_lower_case=False)
-            save_modules(folder, pooling=MEAN, config_sentence_transformers=PROMPT)
-        case "a prompt that is not pooled":
-            save_model(folder, "BertModel")
-            save_tokenizer(folder, "bert", do_lower_case=False)
-            save_modules(folder, pooling=MEAN | {"include_prompt": False}, config_sentence_transformers=PROMPT)
-        case "sentences of a decoder with its head":
-            save_model(folder, "LlamaForCausalLM", pad_token_id=4, **llama)
-            save_tokenizer(folder, "words", pad=4, padding_side="left")
-            save_modules(folder, "Normalize", pooling=LAST)
-        case "sentences with a head of masked tokens":
-            save_model(folder, "BertForMaskedLM")
-            save_tokenizer(folder, "bert")
-            save_modules(folder, pooling=MEAN)
         case "a cross encoder of three classes":
-            save_model(folder, "BertForSequenceClassification")
-            save_tokenizer(folder, "bert")
             listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.Transformer"}]
             (folder / "modules.json").write_text(json.dumps(listed))
-            told = {"text": {"method": "forward", "method_output_name": "logits"}}
-            settings = {"transformer_task": "sequence-classification", "modality_config": told}
-            (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+            task = {"transformer_task": "sequence-classification", "modality_config": {"text": FORWARD}}
+            (folder / "sentence_bert_config.json").write_text(json.dumps(task))
         case "scores by a module":
-            save_model(folder, "LlamaForCausalLM", pad_token_id=3, **llama)
-            save_tokenizer(folder, "words", pad=3)
-            save_modules(folder, pooling={}, sentence_bert_config={"transformer_task": "text-generation"})
             listed = (folder / "modules.json").read_text().replace("Pooling", "LogitScore")
             (folder / "modules.json").write_text(listed)
-        case "a projection of sentences":
-            save_model(folder, "BertModel")
-            save_tokenizer(folder, "bert")
-            save_modules(folder, "Dense", pooling=MEAN)
-        case "states of another layer":
-            save_model(folder, "BertModel")
-            save_tokenizer(folder, "bert")
-            told = {"text": {"method": "forward", "method_output_name": ["hidden_states", 1]}}
-            settings = {"modality_config": told, "module_output_name": "token_embeddings"}
-            save_modules(folder, pooling=MEAN, sentence_bert_config=settings)
-        case "tokens that the table lacks":
-            save_model(folder, "BertModel", vocab_size=20)
-            save_tokenizer(folder, "bert", do_lower_case=False)
-        case _:
-            save_model(folder, "BertForSequenceClassification", **json.loads(case))
-            save_tokenizer(folder, "bert")
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def write_texts(folder: Path) -> Path:
@@ -359,8 +362,7 @@ def test_tokens_are_those_of_all_files_of_a_folder(
     folder = tmp_path / "teacher"
     save_model(folder, "BertForSequenceClassification" if case == "do_lower_case" else "LlamaForCausalLM")
     save_tokenizer(folder, "bert" if case == "do_lower_case" else "words", do_lower_case=False)
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | BESIDE[case]))
+    edit_json(folder / "tokenizer_config.json", **BESIDE[case])
     data = write_texts(tmp_path)
     library = transformers.AutoTokenizer.from_pretrained(folder)
     if "ignores" not in case:
@@ -464,9 +466,8 @@ def test_pairs_are_cut_as_their_library_cuts_them(tmp_path: Path, max_length: in
     """From the end of the longer text, whatever the tokenizer's file once did."""
     save_tokenizer(tmp_path, "bert", model_max_length=12)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    told = json.loads((tmp_path / "tokenizer.json").read_text())
-    told["truncation"] = {"direction": "Right", "max_length": 9, "strategy": "OnlySecond", "stride": 0}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    truncation = {"direction": "Right", "max_length": 9, "strategy": "OnlySecond", "stride": 0}
+    edit_json(tmp_path / "tokenizer.json", truncation=truncation)
     library = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = library(TEXTS, TEXTS[::-1], truncation=True, max_length=max_length)
     rows = [{"query": first, "text": second} for first, second in zip(TEXTS, TEXTS[::-1], strict=True)]
