@@ -7,6 +7,7 @@ one operator are not offered for teachers. A trained student goes out with that 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import io
@@ -411,9 +412,10 @@ def _trace(
     """The ``torch.onnx.ONNXProgram`` of the model, without the exporter's chatter."""
     dims = {name: torch.export.Dim(name) for name in {n for named in axes.values() for n in named.values()}}
     shapes = tuple({axis: dims[n] for axis, n in axes[name].items()} for name in inputs)
-    disabled = logging.root.manager.disable
+    disabled, collects = logging.root.manager.disable, gc.isenabled()
     try:
         logging.disable(logging.WARNING)  # of optional packages; a trace that fails also prints its graph
+        gc.disable()  # millions of objects live until the trace ends: every look through them is for nothing
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             # Third-party code: torch's own deprecations, and a name shared by axes on purpose.
             warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", category=FutureWarning)
@@ -433,6 +435,8 @@ def _trace(
         raise refuse(wrapper.model, stage, error) from error
     finally:
         logging.disable(disabled)
+        if collects:
+            gc.enable()
 
 
 def _run_model(wrapper: _Positional, sample: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
