@@ -135,7 +135,8 @@ def take_turns(
         sessions = {name: open_graph(path, num_threads) for name, path in graphs.items()}
         for size, tokens in settings:
             inputs = {name: reader.draw(size or 1, tokens or 1) for name, reader in readers.items()}
-            turns = times[num_threads, size, tokens] = {name: [] for name in graphs}
+            turns: dict[str, list[tuple[float, float]]] = {name: [] for name in graphs}
+            times[num_threads, size, tokens] = turns
             for _ in range(rounds):
                 for name, session in sessions.items():
                     turns[name].append(_take_turn(session, inputs[name], num_threads, name, turns[name]))
@@ -194,7 +195,7 @@ def _axis_sizes(
 
 def find_busy(runs: Iterable[tuple[float, float]]) -> str | None:
     """A remark where other programs took the processor, by wall and processor seconds of runs; else None."""
-    wall, processor = map(sum, zip(*runs, strict=True))
+    wall, processor = (sum(column) for column in zip(*runs, strict=True))
     waited = 1 - processor / wall
     remark = f"the machine was busy: graphs waited for it {waited:.0%} of their time; repeat this when it is idle"
     return remark if waited > _BUSY else None
