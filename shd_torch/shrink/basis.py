@@ -44,9 +44,8 @@ class Reading(NamedTuple):
     def __call__(self, matrix: Array, bias: Array | None) -> Rows:
         """A projection ``(..., D, E)`` of the teacher's as the student's."""
         moved = None if self.shift is None else self.shift @ matrix
-        return self.rows @ (
-            self.scale[:, None] * matrix
-        ), bias if moved is None else moved if bias is None else moved + bias
+        total = moved if bias is None else bias if moved is None else moved + bias
+        return self.rows @ (self.scale[:, None] * matrix), total
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +172,9 @@ def check_ends(model: Any, family: Family) -> None:
 
 def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers that read the last norm: heads and poolers, outside embeddings and layers."""
-    inside = {id(module) for module in family.layers_of(model).modules()}
+    width, inside = model.config.hidden_size, {id(module) for module in family.layers_of(model).modules()}
     for name, module in model.named_modules():
-        is_outside = isinstance(module, nn.Linear) and id(module) not in inside
-        if is_outside and module.in_features % model.config.hidden_size == 0:
+        if isinstance(module, nn.Linear) and module.in_features % width == 0 and id(module) not in inside:
             yield name, module
 
 
