@@ -296,7 +296,6 @@ def test_no_length_is_beyond_the_positions(tmp_path: Path, name: str, most: int)
     [
         "shrink {teacher} --heads 1 --out {student}",
         "doctor {teacher} {teacher}",
-        "export {teacher} --student --int8 --out {student}.onnx",
         "time {teacher} --int8 --batch 1 --length 4 --rounds 6",
     ],
 )

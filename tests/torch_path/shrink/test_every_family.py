@@ -95,7 +95,7 @@ def test_stock_students_load_with_the_auto_classes(name: str, tmp_path: Path) ->
     assert transformers.AutoModel.from_pretrained(tmp_path).config.num_attention_heads == 2
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "phi3", "gpt2", "opt", "gpt_neox", "vit", "dinov2"])
+@pytest.mark.parametrize("name", ["gemma", "opt", "gpt_neox", "dinov2"])
 def test_a_wider_stream_is_nearer(name: str) -> None:
     teacher, data, errors = make_teacher(name), make_data(name, samples=24), []
     exact = logits_of(teacher, data)

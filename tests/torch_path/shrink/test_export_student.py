@@ -80,13 +80,12 @@ def test_attention_is_spelled_out_where_it_cannot_be_fused(tmp_path: Path, monke
     assert student.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("family", ["llama", "vit"])
-def test_quantize_dynamic_by_its_defaults(family: str, tmp_path: Path) -> None:
+def test_quantize_dynamic_by_its_defaults(tmp_path: Path) -> None:
     """It selects operators by name: fused attention must not be taken for com.microsoft's."""
     from onnxruntime.quantization import quantize_dynamic
 
-    data = {name: part.float() if part.is_floating_point() else part for name, part in make_data(family).items()}
-    report = export.export_student(make_teacher(family, layers=1).float(), data, tmp_path / "student.onnx")
+    data = make_data("llama")
+    report = export.export_student(make_teacher("llama", layers=1).float(), data, tmp_path / "student.onnx")
     assert (report.num_fused, report.num_softmax) == (1, 0)
     quantize_dynamic(report.path, tmp_path / "int8.onnx")
     paths = report.path, tmp_path / "int8.onnx"
@@ -96,12 +95,11 @@ def test_quantize_dynamic_by_its_defaults(family: str, tmp_path: Path) -> None:
     assert 0 < np.linalg.norm(after - before) < 0.2 * np.linalg.norm(before)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_norms_are_not_fused_with_additions(family: str, tmp_path: Path) -> None:
+def test_norms_are_not_fused_with_additions(tmp_path: Path) -> None:
     """onnxruntime's operator for both takes several times as long as the two."""
     onnx = pytest.importorskip("onnx")
-    data = make_data(family)
-    report = export.export_student(make_teacher(family, layers=2).float(), data, tmp_path / "student.onnx")
+    data = make_data("bert")
+    report = export.export_student(make_teacher("bert", layers=2).float(), data, tmp_path / "student.onnx")
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     onnxruntime.InferenceSession(report.path, options, providers=["CPUExecutionProvider"])
@@ -112,7 +110,6 @@ def test_norms_are_not_fused_with_additions(family: str, tmp_path: Path) -> None
 
 HEADS = {
     "bert": "BertForSequenceClassification",
-    "roberta": "RobertaForSequenceClassification",
     "distilbert": "DistilBertForSequenceClassification",
     "vit": "ViTForImageClassification",
     "dinov2": "Dinov2ForImageClassification",  # its head reads all positions
