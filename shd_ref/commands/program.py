@@ -31,7 +31,7 @@ Document: TypeAlias = dict[str, Any] | list[dict[str, Any]]
 
 COMMANDS: Final = {
     "shd": ("inspect", "plan", "precompute", "verify", "report", "ls", "merge", "conformance"),
-    "shd-torch": ("compress", "export", "doctor", "shrink", "vocabulary", "time"),
+    "shd-torch": ("compress", "export", "doctor", "shrink", "time"),
 }
 """Of both programs, neither of which imports the other's."""
 
