@@ -20,7 +20,7 @@ from shd_torch.compress.faithful import CHECKED, check_teacher
 from shd_torch.compress.handover import hand_over, judge_graphs
 from shd_torch.compress.measures import read_labels
 from shd_torch.compress.options import CompressOptions
-from shd_torch.compress.samples import BATCH, Columns, divide, length_of, read_rows, read_texts
+from shd_torch.compress.samples import BATCH, Columns, divide, length_of, read_rows, read_texts, typical_batch
 from shd_torch.compress.search import Costs, Worths, find_candidates, measure_costs, measure_worths
 from shd_torch.compress.stages import Paces, Progress, Run, Schedule, in_minutes, time_step
 from shd_torch.compress.static import check_static, judge_static
@@ -169,7 +169,7 @@ def forecast(
 def _measure_paces(run: Run, graph: float) -> Paces:
     """``graph``: seconds that the teacher's graphs took."""
     run.progress(0, 0, "steps are timed")
-    return Paces(graph, *time_step(copy.deepcopy(run.model), run.samples.train[:BATCH]))
+    return Paces(graph, *time_step(copy.deepcopy(run.model), typical_batch(run.samples.train, BATCH)))
 
 
 def _compress(run: Run) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -306,6 +308,14 @@ def batches(rows: Sequence[Row], size: int = 32, pad_id: int = 0) -> Iterator[di
     """All rows in batches of similar length; the order of rows is the same for every model."""
     ordered = sorted(rows, key=length_of)
     return (pad(ordered[start : start + size], pad_id) for start in range(0, len(ordered), size))
+
+
+def typical_batch(rows: Sequence[Row], size: int) -> list[Row]:
+    """Samples around the mean length: batches of training hold similar ones, so have little padding too."""
+    rows = sorted(rows, key=length_of)
+    lengths = [length_of(row) for row in rows]
+    middle = min(bisect(lengths, statistics.fmean(lengths)), len(rows) - size // 2)
+    return rows[max(middle - size // 2, 0) :][:size]
 
 
 def training_order(rows: Sequence[Row], steps: int, size: int, seed: int) -> list[int]:

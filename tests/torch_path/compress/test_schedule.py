@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="compress trains")
 pytest.importorskip("transformers", reason="compress reads models of transformers")
 
 from shd_torch.compress.options import CompressOptions
+from shd_torch.compress.samples import typical_batch
 from shd_torch.compress.space import NONE, Space
 from shd_torch.compress.stages import BATCH, STAGES, Paces, Schedule, plan_schedule
 
@@ -59,3 +61,18 @@ def test_the_teacher_runs_over_a_fifth_of_the_time_at_most() -> None:
     assert schedule.seconds["cache"] == pytest.approx(0.2 * 3600, rel=0.01)
     assert schedule.samples == schedule.seconds["cache"] / PACES.forward * BATCH
     assert plan(60, samples=500).samples == 500
+
+
+def test_the_teacher_runs_over_no_more_than_the_trainings_read_once() -> None:
+    schedule = plan(60, samples=1_000_000, kept_layers=True)  # two students share the time
+    assert schedule.samples < plan(60, samples=1_000_000).samples
+    steps = schedule.samples / BATCH
+    assert 2 * steps * 0.4 * PACES.step == pytest.approx(0.4 * 3600, rel=0.01)
+
+
+def test_steps_are_timed_on_samples_of_the_mean_length() -> None:
+    """One long text in a batch would pad all of it, which training's batches of similar length avoid."""
+    rows = [{"input_ids": np.zeros(length, np.int64)} for length in (120, *range(4, 24), 90, 60, 40)]
+    assert [len(row["input_ids"]) for row in typical_batch(rows, 4)] == [22, 23, 40, 60]
+    assert [len(row["input_ids"]) for row in typical_batch(rows[1:21], 4)] == [12, 13, 14, 15]
+    assert len(typical_batch(rows[:3], 4)) == 3
