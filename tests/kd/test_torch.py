@@ -148,17 +148,17 @@ def test_targets_that_are_no_arrays_are_refused(targets: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own
-@pytest.mark.parametrize("operation", ["kd_loss", "linear_kd_loss", "hidden_loss"])
+@pytest.mark.parametrize("operation", ["linear_kd_loss", "hidden_loss"])
 def test_a_step_compiles_whole(operation: str) -> None:
     """Without checks there is nothing that the host must wait for, and one graph holds the loss."""
-    arrays = {"kd_loss": (STUDENT,), "linear_kd_loss": (HIDDEN, WEIGHT), "hidden_loss": (STUDENT,)}[operation]
+    arrays = {"linear_kd_loss": (HIDDEN, WEIGHT), "hidden_loss": (STUDENT,)}[operation]
     leaves = [tensor(array).requires_grad_() for array in arrays]
     targets = shd_torch.kd.kd_targets_topk(tensor(TEACHER), 3)
 
     def loss(*arguments: Tensor) -> Tensor:
         if operation == "hidden_loss":
             return shd_torch.kd.hidden_loss(*arguments, tensor(TEACHER), loss_mask=mask, check=False)
-        return getattr(shd_torch.kd, operation)(targets, *arguments, loss_mask=mask, check=False)
+        return shd_torch.kd.linear_kd_loss(targets, *arguments, loss_mask=mask, check=False)
 
     mask = tensor(MASK)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)

@@ -118,8 +118,7 @@ def test_a_spawned_worker_knows_its_rank(cache: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("num_batches", [0, 1, 4, 6])
+@pytest.mark.parametrize(("workers", "num_batches"), [(0, 0), (0, 4), (2, 1), (2, 6)])
 def test_a_stateful_loader_goes_on_where_it_stopped(cache: Path, workers: int, num_batches: int) -> None:
     """Its state says what training has seen, not what workers have read ahead."""
     torchdata = pytest.importorskip(

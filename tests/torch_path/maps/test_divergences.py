@@ -131,7 +131,7 @@ def test_logits_of_any_size_are_finite(dtype: str, divergence: str) -> None:
             assert torch.isfinite(shd.softmax(student, temperature=temperature)).all()
 
 
-@pytest.mark.parametrize(("divergence", "variant"), list(zip(DIVERGENCES, VARIANTS, strict=True)))
+@pytest.mark.parametrize(("divergence", "variant"), [("kl", "intersect"), ("js", "both")])
 def test_compiles_whole(divergence: str, variant: str) -> None:
     supervision, logits, options = case(variant, "float32")
     teacher = to_tensor(supervision)

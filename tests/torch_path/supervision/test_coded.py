@@ -129,36 +129,6 @@ def test_mass_is_found_by_tiles(request: pytest.FixtureRequest, support: str, co
     assert 0 < (whole != 0).sum() < whole.numel()
 
 
-# The compiler makes an instance of torch.autograd.Function, which torch itself deprecates.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("support", "codec", "backend"),
-    [pytest.param("full", "u4", "dense", marks=pytest.mark.nightly), ("causal", "sqrt8-row", "sdpa")],
-)
-def test_codes_compile_whole(support: str, codec: str, backend: str) -> None:
-    lengths, heads = (9, 6), 2
-    sizes = [packed_size(codec, support, heads, length) for length in lengths]
-    generator = torch.Generator().manual_seed(6)
-    buffer = torch.randint(2, 200, (sum(sizes),), dtype=torch.uint8, generator=generator)
-    allowed = (torch.arange(9) < torch.tensor(lengths)[:, None])[:, None, None]
-
-    def compute_loss(queries: Tensor, keys: Tensor) -> Tensor:
-        coded = Coded(buffer, (0, sizes[0]), lengths, heads, codec, support, 9)
-        causal = support == "causal"
-        return attention_kl(queries, keys, coded, is_causal=causal, attn_mask=allowed, backend=backend, check=False)
-
-    results = []
-    for function in (compute_loss, torch.compile(compute_loss, fullgraph=True, backend="aot_eager")):
-        queries = torch.randn(2, heads, 9, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        keys = torch.randn(2, 1, 9, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        loss = function(queries, keys)
-        loss.backward()
-        results.append((loss.detach(), queries.grad, keys.grad))
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager)
-
-
 @pytest.mark.parametrize(
     ("buffer", "starts", "code", "part"),
     [
