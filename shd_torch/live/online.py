@@ -25,7 +25,6 @@ from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every
 from shd_torch.capture.outputs import Projection, ProjectionWatch, read_hidden_states, read_logits, without
 from shd_torch.capture.taps import RawCall, never_compiled, record, run_eagerly
 from shd_torch.checks import check_option, check_real
-from shd_torch.kd.targets import mean_logits
 from shd_torch.kl.backends import attention_kl
 from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.maps.loss import REDUCTIONS
@@ -43,9 +42,9 @@ class OnlineSupervision(Taught):
     Attributes:
         layers: student layers, zero-based, in ascending order.
         squeezes: one per layer, with the supervision and its report (alphas, residual, clip counts).
-        output: what the teacher's forward pass returned, without hidden states if some were chosen, and without
-            logits where a mean replaces them: their memory is free again.
-        logits: the teacher's ``(..., V)`` in its own dtype, or the mean of several; None where it returns none.
+        output: what the teacher's forward pass returned, without hidden states if some were chosen: their memory is
+            free again.
+        logits: the teacher's ``(..., V)`` in its own dtype; None where it returns none.
         hidden: the chosen hidden states ``(B, L, D)``, by number as Hugging Face counts them.
     """
 
@@ -91,9 +90,6 @@ class OnlineTeacher:
         output_projections: W_o ``(H_t * d_v, D)`` by teacher layer, for layers whose projection cannot be located.
         hidden_layers: hidden states to keep, numbered as in Hugging Face: 0 for the embeddings, k for block k. The
             model is then called with ``output_hidden_states=True``.
-        with_teachers: further teachers with the same vocabulary, called with the same arguments: the targets are the
-            mean of all logits, as in a cache of several teachers (CACHE-163). Attention and hidden states
-            come from ``model``.
 
     Raises:
         ShdError: ``argument-value``, ``argument-dtype``, ``argument-shape``, ``layers-invalid`` and ``plan-invalid``
@@ -113,11 +109,9 @@ class OnlineTeacher:
         alpha_rule: str = "least_squares",
         output_projections: Mapping[int, Tensor] | None = None,
         hidden_layers: Iterable[int] = (),
-        with_teachers: Sequence[nn.Module] = (),
     ) -> None:
-        for module in (model, *with_teachers):
-            if not isinstance(module, nn.Module):
-                raise ShdError("argument-value", f"model must be a torch.nn.Module; got {type(module).__name__}")
+        is_module = isinstance(model, nn.Module)
+        need(is_module, "argument-value", "model", "be a torch.nn.Module", type(model).__name__)
         check_count("num_student_heads", num_student_heads)
         check_strategy(strategy, alpha_rule)
         self.model = model
@@ -130,7 +124,6 @@ class OnlineTeacher:
             check_integer("layers of output_projections", layer, 0, None)
             check_real(weight, f"output_projections[{layer}]", check=False, ndim=2)
         self.hidden_layers = tuple(sorted(set(hidden_layers)))
-        self.with_teachers = tuple(with_teachers)
         self._same = SameLayers(model)
         self._projections: dict[int, Projection] = {}
         self._pairs: tuple[tuple[int, int], ...] = ()
@@ -185,7 +178,6 @@ class OnlineTeacher:
                 ``not-finite`` and what else ``squeeze_heads`` raises.
         """
         check = not self._pairs if check is None else check
-        inputs = kwargs
         if self.hidden_layers:
             kwargs = {**kwargs, "output_hidden_states": True}
         with eval_mode(self.model):
@@ -197,25 +189,12 @@ class OnlineTeacher:
                 counted = padding != 0
             squeezes[layer] = self._squeeze_layer(layer, call, counted, check)
         logits = read_logits(output)
-        if self.with_teachers:
-            logits = self._average(logits, args, inputs, check=check)
-            output = None if isinstance(output, Tensor) else without(output, "logits")
         hidden: dict[int, Tensor] = {}
         if self.hidden_layers:
             hidden = read_hidden_states(output, self.hidden_layers, type(self.model).__name__)
             output = without(output, "hidden_states", "decoder_hidden_states", "encoder_hidden_states")
         taught = tuple(squeezes[teacher] for _, teacher in self._pairs)
         return OnlineSupervision(self.student_layers, taught, output, logits, hidden)
-
-    def _average(self, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool) -> Tensor:
-        parts = [first]
-        for model in self.with_teachers:
-            with eval_mode(model):
-                parts.append(read_logits(model(*args, **kwargs)))
-        every = [logits for logits in parts if logits is not None]
-        fits, rule = len(every) == len(parts), "return logits for a mean of them"
-        need(fits, "capture-failed", "all teachers", rule, len(every))
-        return mean_logits(every, check=check)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
         """The calls of the teaching layers, which the first batch pairs with the student's."""

@@ -23,18 +23,10 @@ class DiffusionDraw(NamedTuple):
 
     t: Tensor  # (B,), int64
     noise: Tensor  # (B, C, ...), float32
-    kept: Tensor | None  # (B, n), int64 ascending: tokens that a masked pass keeps
 
 
-def draw_diffusion(
-    seeds: Sequence[int],
-    shape: Sequence[int],
-    *,
-    steps: int = 1000,
-    num_tokens: int | None = None,
-    kept_tokens: int | None = None,
-) -> DiffusionDraw:
-    """Steps, noise and kept tokens, drawn per sample from its seed, independent of the batch.
+def draw_diffusion(seeds: Sequence[int], shape: Sequence[int], *, steps: int = 1000) -> DiffusionDraw:
+    """Steps and noise, drawn per sample from its seed, independent of the batch.
 
     With the same seeds, a student sees the same inputs as the teacher of a cache.
 
@@ -42,26 +34,18 @@ def draw_diffusion(
         seeds: one integer per sample, such as a combination of sample number and epoch.
         shape: of one sample ``(C, ...)``.
         steps: t is drawn from 0 to steps - 1.
-        num_tokens: N, of the models' patches, where tokens are masked.
-        kept_tokens: n, how many of them are kept.
 
     Returns:
         The draw, on the CPU.
     """
     steps = check_integer("steps", steps, 1, None)
-    together = (num_tokens is None) == (kept_tokens is None)
-    got = f"{num_tokens} and {kept_tokens}"
-    need(together, "argument-value", "num_tokens and kept_tokens", "be given together", got)
-    ts, noises, keeps = [], [], []
+    ts, noises = [], []
     for seed in seeds:
         source = torch.Generator().manual_seed(check_integer("seeds", seed, 0, 2**63 - 1))
         ts.append(torch.randint(steps, (), generator=source))
         noises.append(torch.randn(tuple(shape), generator=source))
-        if num_tokens is not None:
-            kept = check_integer("kept_tokens", kept_tokens, 1, num_tokens)
-            keeps.append(torch.randperm(num_tokens, generator=source)[:kept].sort().values)
     need(bool(ts), "argument-value", "seeds", "be one integer per sample", "none")
-    return DiffusionDraw(torch.stack(ts), torch.stack(noises), torch.stack(keeps) if keeps else None)
+    return DiffusionDraw(torch.stack(ts), torch.stack(noises))
 
 
 def linear_betas(steps: int = 1000) -> Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from support.two_sequences import encoder_decoder
 from shd_ref.cache import Attention, CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_torch import HiddenTerm, KdTerm, OnlineTeacher, ShdError, SupervisedDataset, hidden_loss, kd_loss
-from shd_torch.kd import kd_targets_topk
+from shd_torch.kd import kd_targets_topk, mean_logits
 
 WHOLE = {"max_steps": 1, "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential"}
 TOP = {"logits": "topk", "logits_top": 8, "logits_temperature": 2.0, "logits_bits": 16}
@@ -44,8 +44,8 @@ class Truncated(OnlineTeacher):
         return replace(taught, logits=kd_targets_topk(taught.logits, **self.kept))
 
 
-def live(with_teachers: Sequence[torch.nn.Module] = (), **kept: Any) -> OnlineTeacher:
-    teacher = Truncated(make_model(4, seed=1), 2, 2, hidden_layers=[0, 1, 2], with_teachers=with_teachers)
+def live(**kept: Any) -> OnlineTeacher:
+    teacher = Truncated(make_model(4, seed=1), 2, 2, hidden_layers=[0, 1, 2])
     teacher.kept = kept
     return teacher
 
@@ -127,10 +127,12 @@ def test_several_teachers_teach_the_same_from_a_cache(cached: Callable[..., Path
     _, supervision = dataset.collate_with(pad)([dataset[index] for index in range(8)])
     seen = {name: value for name, value in batch.items() if name != "labels"}
     mask = seen["attention_mask"].bool()
-    both, alone = live(with_teachers=[make_model(4, seed=5)], **kept)(**seen), live(**kept)(**seen)
+    alone = live(**kept)(**seen)
+    with torch.no_grad():
+        both = mean_logits([make_model(4, seed=seed).eval()(**seen).logits for seed in (1, 5)])
     logits = torch.randn(8, 12, 30, generator=torch.Generator().manual_seed(0))
     gradients = []
-    for targets in (supervision.targets(), both.targets(), alone.targets()):
+    for targets in (supervision.targets(), kd_targets_topk(both, **kept), alone.targets()):
         z = logits.clone().requires_grad_()
         kd_loss(targets, z, temperature=2.0, loss_mask=mask).backward()
         gradients.append(z.grad)
@@ -141,8 +143,6 @@ def test_several_teachers_teach_the_same_from_a_cache(cached: Callable[..., Path
     assert moved[2] > 10 * rows
     for cached, held in zip(supervision.hidden_states().values(), alone.hidden_states().values(), strict=True):
         torch.testing.assert_close(cached[mask], held[mask], rtol=2e-3, atol=2e-3)
-    for one, other in zip(both.supervise(), alone.supervise(), strict=True):
-        torch.testing.assert_close(one.mixing, other.mixing)
 
 
 def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable[..., Path], tmp_path: Path) -> None:
