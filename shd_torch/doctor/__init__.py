@@ -1,6 +1,8 @@
 """Will attention supervision work for a pair of models? Looked up, and tried.
 
-Imports ``recipes``, ``live``, ``training`` and ``shrink``. Start with ``diagnosis.py``.
+``diagnosis.py`` reads what both models are made of, says what differs and what that does, and judges; where there are
+data, ``training.py`` chooses an objective, finds beta by the gradients, and trains a few students with and without.
+Imports ``recipes``, ``live``, ``training`` and ``shrink``.
 """
 
 from shd_torch.doctor.diagnosis import (
