@@ -37,29 +37,27 @@ class SeenEmbeddings:
 
 
 class EmbeddingLoss(nn.Module):
-    """A loss for ``SentenceTransformerTrainer`` towards a teacher's embeddings, from a cache or from labels.
+    """A loss for ``SentenceTransformerTrainer`` towards the teacher's embeddings in a cache.
 
     ``SentenceTransformerTrainer(student, train_dataset=texts, loss=EmbeddingLoss(student, "cache"))``. Every column
     of texts is compared with its own embeddings, which are found by the content of its tokens.
 
     Args:
         model: the student, a ``SentenceTransformer``, with all its modules.
-        cache: of ``shd precompute --embeddings``: its folder, address, or a reader; None: labels hold the teacher's
-            embeddings, ``(B, D)`` for every column of texts, or ``(B, columns, D)``.
+        cache: of ``shd precompute --embeddings``: its folder, address, or a reader.
         distance: ``"cosine"``, ``"mse"`` or ``"similarity"``, see ``embedding_loss``.
         projector: module from the student's width to the teacher's; None creates a linear layer where the cache has
             another width. It is trained with the student, and no part of it.
 
     Raises:
-        ShdError: ``argument-value`` for a cache without embeddings, and in a batch without labels or cache;
-            ``sample-missing`` for a text that is not in the cache; what opening the cache and ``embedding_loss``
-            raise.
+        ShdError: ``argument-value`` for a cache without embeddings; ``sample-missing`` for a text that is not in the
+            cache; what opening the cache and ``embedding_loss`` raise.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        cache: CacheReader | str | Path | None = None,
+        cache: CacheReader | str | Path,
         *,
         distance: str = "cosine",
         projector: nn.Module | None = None,
@@ -68,23 +66,15 @@ class EmbeddingLoss(nn.Module):
         check_option("distance", distance, DISTANCES)
         self.model, self.distance = model, distance
         self.cache = CacheReader(cache) if isinstance(cache, str | Path) else cache
-        form = None if self.cache is None else self.cache.manifest.need(Embeddings, "embeddings")
+        form = self.cache.manifest.need(Embeddings, "embeddings")
         names = ("get_embedding_dimension", "get_sentence_embedding_dimension")  # the second before version 6
         width = next((getattr(model, name)() for name in names if hasattr(model, name)), None)
-        self.projector = make_projector(projector, distance, width, None if form is None else form.width)
+        self.projector = make_projector(projector, distance, width, form.width)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The mean over all texts of a batch; ``sentence_features`` hold the tokens of each column."""
         columns = list(sentence_features)
-        if self.cache is not None:
-            taught = torch.cat([self._read(features) for features in columns])
-        elif isinstance(labels, Tensor) and labels.ndim in (2, 3) and labels.is_floating_point():
-            spread = labels[:, None].expand(-1, len(columns), -1) if labels.ndim == 2 else labels
-            taught = spread.transpose(0, 1).flatten(0, 1)
-        else:
-            got = "none" if labels is None else f"{tuple(labels.shape)} {labels.dtype}"
-            message = f"labels must hold the teacher's embeddings (B, D) where there is no cache; got {got}"
-            raise ShdError("argument-value", message)
+        taught = torch.cat([self._read(features) for features in columns])
         embeddings = torch.cat([self.model(dict(features))["sentence_embedding"] for features in columns])
         if self.projector is not None:
             embeddings = self.projector(embeddings.to(next(self.projector.parameters(), embeddings).dtype))
@@ -92,7 +82,6 @@ class EmbeddingLoss(nn.Module):
 
     def _read(self, features: Mapping[str, Tensor]) -> Tensor:
         """Embeddings of a column from the cache, ``(B, D)``, by its tokens without their padding."""
-        assert self.cache is not None
         inputs = self.cache.manifest.inputs
         arrays = {name: features[name].cpu().numpy() for name in inputs.names if name in features}
         if len(arrays) < len(inputs.names) or inputs.mask is None:
