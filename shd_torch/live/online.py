@@ -27,7 +27,6 @@ from shd_torch.capture.taps import RawCall, never_compiled, record, run_eagerly
 from shd_torch.checks import check_option, check_real
 from shd_torch.kl.backends import attention_kl
 from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
-from shd_torch.maps.loss import REDUCTIONS
 from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Length, Taught, TaughtLayers, pool_supervision
@@ -256,7 +255,6 @@ def layer_kls(
     loss_mask: Tensor | Mapping[int, Tensor | None] | None = None,
     temperature: float = 1.0,
     beta: float = 1.0,
-    reduction: str = "sum",
     groups: Tensor | Mapping[int, Tensor] | None = None,
     **keywords: Any,
 ) -> dict[int, Tensor]:
@@ -270,7 +268,6 @@ def layer_kls(
             sequences. Of layers with ``groups`` it is over the teacher's tokens.
         temperature: T_a of both maps.
         beta: weight of the term.
-        reduction: ``"sum"`` over layers and heads, or ``"mean"`` over both.
         groups: where the student has other tokens than the teacher, such as merged ones: of each of the teacher's
             tokens the number of the student's that it is part of, integers ``(L,)`` or ``(B, L)``, below 0 for none,
             or weights ``(l, L)`` or ``(B, l, L)`` in floating point, see ``shd_torch.maps.pool_tokens``; by student
@@ -287,7 +284,6 @@ def layer_kls(
 
     Source: Eq. 11.
     """
-    check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
     teachers = list(taught) if isinstance(taught, Sequence) else [taught]
     if not teachers:
         raise ShdError("argument-value", "taught must come from at least one teacher; got none")
@@ -295,7 +291,6 @@ def layer_kls(
     for teacher in teachers:
         captured.check_taught(teacher.layers)
         calls = [captured.layer(layer) for layer in teacher.layers]
-        num_maps = sum(call.num_heads for call in calls) if reduction == "mean" else 1
         by_layer = [groups.get(layer) if isinstance(groups, Mapping) else groups for layer in teacher.layers]
         sizes = [
             (call.query.shape[2], call.key.shape[2]) if tokens is None else (tokens.shape[-1], tokens.shape[-1])
@@ -323,7 +318,7 @@ def layer_kls(
                 beta=beta,
                 **call.mask_keywords,
                 **keywords,
-            ) / (num_maps * len(teachers))
+            ) / len(teachers)
             terms[layer] = terms[layer] + term if layer in terms else term
     return dict(sorted(terms.items()))
 

@@ -73,7 +73,6 @@ class SHD:
         beta: weight of the term, at least 0; see ``scale_report``.
         loss_mask: as in ``layer_kls``.
         temperature: T_a of both maps.
-        reduction: ``"sum"`` over layers and heads, or ``"mean"``.
         kl: more keywords of ``attention_kl``.
 
     Raises:
@@ -85,7 +84,6 @@ class SHD:
     beta: float
     loss_mask: Tensor | Mapping[int, Tensor | None] | None = None
     temperature: float = 1.0
-    reduction: str = "sum"
     kl: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -100,12 +98,7 @@ class SHD:
     def term(self) -> Term:
         """The sum of ``layer_kls``, in nats before beta."""
         terms = layer_kls(
-            self.captured,
-            self.taught,
-            loss_mask=self.loss_mask,
-            temperature=self.temperature,
-            reduction=self.reduction,
-            **(self.kl or {}),
+            self.captured, self.taught, loss_mask=self.loss_mask, temperature=self.temperature, **(self.kl or {})
         )
         values = list(terms.values())
         return Term(torch.stack([value.to(values[0].device) for value in values]).sum(), self.beta)

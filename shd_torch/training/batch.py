@@ -26,8 +26,6 @@ from shd_torch.supervision.cached import CachedSupervision
 from shd_torch.supervision.supervision import Taught, TaughtLayers
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from shd_torch.training.embeddings import SeenEmbeddings
 
 _T = TypeVar("_T")
@@ -228,9 +226,7 @@ class Forward:
         return self._shares[counter]
 
 
-def batch_share(
-    num_rows: int | Tensor, *, num_rows_in_all: int | Tensor | None = None, group: ProcessGroup | None = None
-) -> Tensor:
+def batch_share(num_rows: int | Tensor, *, num_rows_in_all: int | Tensor | None = None) -> Tensor:
     """The factor for this process's SHD term with which several ranks train like one on the same global batch.
 
     ``attention_kl`` and ``shd_loss`` average over the query rows that count. If ranks (or micro-batches) have
@@ -242,8 +238,6 @@ def batch_share(
             ``supervision.query_mask().sum()``.
         num_rows_in_all: with gradient accumulation, the total rows of all micro-batches of this process's step; the
             gradients of the step must then be summed, not averaged.
-        group: the ranks among which gradients are averaged, as DDP and FSDP do; default all. Without an initialised
-            process group there is one rank.
 
     Returns:
         ``()`` float32, on the device of ``num_rows`` if that is a tensor; ranks x rows here / rows in all, 0 where no
@@ -258,9 +252,9 @@ def batch_share(
     all_rows = rows if num_rows_in_all is None else _read_number("num_rows_in_all", num_rows_in_all, rows).to(rows)
     ranks = 1
     if dist.is_available() and dist.is_initialized():
-        ranks = dist.get_world_size(group)
+        ranks = dist.get_world_size()
         all_rows = all_rows.clone()
-        dist.all_reduce(all_rows, group=group)
+        dist.all_reduce(all_rows)
     return torch.where(all_rows == 0, 0.0, ranks * rows / all_rows).to(torch.float32)
 
 
