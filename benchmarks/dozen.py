@@ -371,7 +371,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--protocol", type=Path, default=HERE / "dozen.toml")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of dozen.jsonl and dozen.json")
     parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
-    parser.add_argument("--picture", type=Path, help="draw the gains there, such as docs/study/dozen.svg")
+    parser.add_argument("--picture", type=Path, help="draw the gains there, such as docs/study/dozen.png")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes

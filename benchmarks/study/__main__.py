@@ -20,7 +20,7 @@ from benchmarks.study.analysis import compare_all, name_method, print_tables, st
 from benchmarks.study.arms import ALONE, PRESETS, Arm, read_grid
 from benchmarks.study.digits import UnavailableError
 from benchmarks.study.origin import hash_code, name_processor
-from benchmarks.study.pictures import draw_all, draw_starts
+from benchmarks.study.pictures import draw_all
 from benchmarks.study.runs import Record, run_missing
 from benchmarks.study.tasks import TASKS, Task, load_task
 
@@ -118,8 +118,6 @@ def main(arguments: list[str] | None = None) -> None:
             task.draw_maps(
                 {"student, KD": arms["base"], "student, KD + SHD": arms["shd"]}, pictures / "images-maps.png"
             )
-    if given.preset is None:
-        draw_starts(record, pictures / "starts.png")
 
 
 if __name__ == "__main__":

@@ -224,20 +224,6 @@ def _gains(record: Record, arm: Arm, runs: dict[int, dict[str, Any]], other: Arm
     return [sign * (run[name] - there[name]) for run, there in pairs if there and is_pair(run, there)]
 
 
-def curve_gains(grid: Grid, record: Record, arm: Arm) -> dict[int, list[float]]:
-    """By how much an arm is better than its base loss alone after each number of steps, seed by seed."""
-    base = _find_alone(grid, arm)
-    assert base is not None
-    pairs = [(record.found.get(arm.key(seed)), record.found.get(base.key(seed))) for seed in range(arm.seeds)]
-    curves = [(one["curve"], other["curve"]) for one, other in pairs if one and other and _is_same_start(one, other)]
-    metric = "test_accuracy" if arm.task == "images" else "test_loss"
-    sign = 1 if metric == "test_accuracy" else -1
-    steps = sorted({int(step) for one, _ in curves for step in one} - {0})
-    return {
-        step: [sign * (one[str(step)][metric] - other[str(step)][metric]) for one, other in curves] for step in steps
-    }
-
-
 def _is_same_start(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Runs from before fingerprints have none, or the name of the version of ``shrink`` that made their start."""
     return bool(run.get("start") == other.get("start")) and has_same_origin(run, other)

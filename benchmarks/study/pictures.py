@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
 
 mpl.use("Agg")  # files, no window
 
@@ -16,8 +15,8 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from benchmarks.study.analysis import Row, can_compare, curve_gains, half_interval, name_method
-from benchmarks.study.arms import Grid, read_grid
+from benchmarks.study.analysis import Row, can_compare, name_method
+from benchmarks.study.arms import Grid
 from benchmarks.study.runs import Record
 
 
@@ -85,51 +84,6 @@ def draw_curves(grid: Grid, record: Record, path: Path) -> None:
         axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         _save(figure, path)
     plt.close(figure)
-
-
-STARTS = {
-    "language": (("last", "random"), ("pretrained_long", "pretrained"), ("last_start", "squeezed")),
-    "images": (("draws", "random"), ("pretrained", "pretrained"), ("start", "squeezed")),
-}
-"""Part and start of each column of ``draw_starts``, a line of it for each task."""
-TITLES = {"language": "stories, nats per token", "images": "digits, points of accuracy"}
-
-
-def draw_starts(record: Record, path: Path) -> None:
-    """What SHD adds to the base loss by step, for three kinds of start, a line for each beta that was tried."""
-    figure, axes = plt.subplots(2, 3, figsize=(8.8, 5.0), layout="constrained")
-    for line, (task, columns) in zip(axes, STARTS.items(), strict=True):
-        grid, scale = read_grid(task), 100 if task == "images" else 1
-        for axis, (part, start) in zip(line, columns, strict=True):
-            own = [one for one in grid.arms if (one.part, one.method, one.options["start"]) == (part, "shd", start)]
-            seeds = 0
-            for number, arm in enumerate(sorted(own, key=lambda one: float(one.options["beta"]))):
-                gains = curve_gains(grid, record, arm)
-                if not gains:
-                    continue
-                places = [step * 1.03**number for step in gains]  # side by side, so that no interval hides another
-                means = [scale * float(np.mean(values)) for values in gains.values()]
-                halves = [scale * half_interval(values) for values in gains.values()]
-                label = f"beta {arm.options['beta']:g}"
-                style = {"marker": "o", "markersize": 3, "capsize": 2, "linewidth": 1}
-                axis.errorbar(places, means, yerr=halves, label=label, **style)
-                seeds = len(next(iter(gains.values())))
-                axis.set_xscale("log")
-                labels = [f"{step / 1000:g}k" if step >= 1000 else str(step) for step in gains]
-                axis.set_xticks(list(gains), labels, fontsize=7)
-            if seeds == 0:
-                axis.axis("off")
-                continue
-            axis.axhline(0, color="black", linewidth=0.8)
-            axis.minorticks_off()
-            axis.tick_params(axis="y", labelsize=7)
-            axis.set_title(f"{start} start, {seeds} seeds", fontsize=9)
-            axis.grid(axis="y", linewidth=0.4, alpha=0.5)
-            axis.legend(fontsize=7, frameon=False)
-        line[0].set_ylabel(f"gain by SHD over KD,\n{TITLES[task]}", fontsize=8)
-    for axis in axes[-1]:
-        axis.set_xlabel("training step", fontsize=8)
-    _save(figure, path)
 
 
 UNITS = {"loss": ("nats a token", 1), "spearman": ("rank correlation with people", 1), "accuracy": ("points", 100)}
