@@ -23,7 +23,7 @@ READING = panel("How texts are read", 4)
 
 
 def _read_least(option: str, text: str) -> float | tuple[str, float]:
-    """``.95``, ``map=.8``."""
+    """``0.95``, ``map=0.8``."""
     name, _, value = text.rpartition("=")
     try:
         return (name, float(value)) if name else float(value)
@@ -42,7 +42,7 @@ class CompressOptions:
         ms: Milliseconds of a run, with one batch and length.
         mb: Megabytes of the graph with its weights.
         at_least: Quality to keep, 1 being the teacher; alone: the fastest student that keeps it. Or another figure of
-            the page by its name, also by labels: map=.8.
+            the page by its name, also by labels: map=0.8.
         batch: Samples per run; a target must hold for each.
         length: Tokens per sample; not for images. Default: the median of the data, to the next multiple of 8.
         threads: Threads of onnxruntime.
