@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.pooled import draw_groups, pool_by_loops
 
-from shd_ref import ShdError, id_groups, patch_groups, pool_tokens, span_groups
+from shd_ref import patch_groups, pool_tokens, span_groups
 
 RNG = np.random.default_rng(47)
 
@@ -47,22 +47,3 @@ def test_groups_of_characters() -> None:
     assert span_groups(teacher[:5], student)[3].tolist() == [0, 0, 0, 0, 1]
     assert span_groups(teacher[1:4], student).sum(1).tolist() == [0, 5, 3, 0]  # of special tokens one side has alone
     assert span_groups([[0, 0]], [[0, 0], [0, 0]]).tolist() == [[1], [0]]
-
-
-@pytest.mark.parametrize(
-    ("code", "match", "call"),
-    [
-        ("argument-value", "student_grid must have as many axes", lambda: patch_groups((4, 4), (4,))),
-        ("argument-value", "extra must be", lambda: patch_groups((4,), (2,), extra=-1)),
-        ("argument-value", "student_spans must be integers", lambda: span_groups([[0, 1]], [[0.0, 1.0]])),
-        ("argument-value", "teacher_spans must be", lambda: span_groups([0, 1], [[0, 1]])),
-        ("argument-value", "teacher_spans must be", lambda: span_groups([[3, 1]], [[0, 1]])),
-        ("argument-value", "ids must be integers", lambda: id_groups([0.0])),
-        ("argument-value", "num_groups must be", lambda: id_groups([0, 3], 3)),
-        ("argument-value", "ids must be", lambda: id_groups(2)),
-    ],
-)
-def test_refusals(code: str, match: str, call: object) -> None:
-    with pytest.raises(ShdError, match=match) as refused:
-        call()  # type: ignore[operator]
-    assert refused.value.code == code
