@@ -147,7 +147,7 @@ def forecast(
         turns = run.time(run.write_graphs(run.model, "teacher"), 1)
         # Later turns of a graph take as long as the first one: the time of one round is known after it.
         graph = time.monotonic() - started + (LEAST_ROUNDS - 1) * later_turns(turns)
-        schedule = run.schedule(_measure_paces(run, graph))
+        schedule = run.schedule(_measure_paces(run, run.model, graph))
         space, count = run.space, options.most_candidates * max(len(list(options.targets())), 1)
         heads, neurons = (", ".join(str(n or "none") for n in counts) for counts in (space.heads, space.neurons))
         words = {
@@ -166,10 +166,10 @@ def forecast(
         return [*lines, *run.remarks, *run.find("busy", list), total]
 
 
-def _measure_paces(run: Run, graph: float) -> Paces:
-    """``graph``: seconds that the teacher's graphs took."""
+def _measure_paces(run: Run, model: Any, graph: float) -> Paces:
+    """On a model that nothing else reads after; ``graph``: seconds that the teacher's graphs took."""
     run.progress(0, 0, "steps are timed")
-    return Paces(graph, *time_step(copy.deepcopy(run.model), typical_batch(run.samples.train, BATCH)))
+    return Paces(graph, *time_step(model, typical_batch(run.samples.train, BATCH)))
 
 
 def _compress(run: Run) -> dict[str, Any]:
@@ -198,7 +198,9 @@ def _compress(run: Run) -> dict[str, Any]:
     if _teacher_suffices(run.options, teacher):
         return document
     schedule = run.follow(
-        Schedule.read(run.find("schedule", lambda: run.schedule(_measure_paces(run, graph)).write()))
+        Schedule.read(
+            run.find("schedule", lambda: run.schedule(_measure_paces(run, copy.deepcopy(run.model), graph)).write())
+        )
     )
     document["space"] = asdict(run.space)
     document["samples"]["train"] = schedule.samples  # that there is time for

@@ -62,7 +62,7 @@ class GraphInputs:
     """What a graph takes: the first axis, where it is dynamic, is the batch; other dynamic axes are the length."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        session = open_graph(path)
+        self.session = session = open_graph(path)  # with one thread, for whoever runs the graph
         for entry in session.get_inputs():
             if entry.type not in _DTYPES:
                 raise ShdError(
@@ -92,11 +92,10 @@ class GraphInputs:
 
     def longest(self, most: int) -> int:
         """The longest samples up to ``most`` that the graph runs with: a model may have fewer positions."""
-        session = open_graph(self.path)
 
         def fails(length: int) -> bool:
             try:
-                run_graph(session, self.draw(1, length), self.path)
+                run_graph(self.session, self.draw(1, length), self.path)
             except ShdError:
                 return True
             return False

@@ -100,7 +100,8 @@ def quantize_graph(
         raise ShdError("argument-value", f"out must end in .onnx and be another file than {source}; got {target}")
     reader = GraphInputs(source)
     arrays, calibration = _divide(inputs, reader)
-    expected = run_graph(open_graph(source), arrays, source)[0]
+    expected = run_graph(reader.session, arrays, source)[0]
+    del reader.session  # its weights need no memory next to those that are rounded
     model, before = ir.load(source), _size(source)
     sites = find_sites(model)
     need(bool(sites), "export-failed", str(source), "hold a float product with constant weights", "none")

@@ -132,7 +132,9 @@ def take_turns(
     total, done = len(threads) * len(settings) * rounds * len(graphs), 0
     times: Turns = {}
     for num_threads in threads:
-        sessions = {name: open_graph(path, num_threads) for name, path in graphs.items()}
+        sessions = {name: reader.session for name, reader in readers.items()}
+        if num_threads > 1:
+            sessions = {name: open_graph(path, num_threads) for name, path in graphs.items()}
         for size, tokens in settings:
             inputs = {name: reader.draw(size or 1, tokens or 1) for name, reader in readers.items()}
             turns: dict[str, list[tuple[float, float]]] = {name: [] for name in graphs}
