@@ -136,29 +136,21 @@ ON_ERROR: Final = ("stop", "skip")
 class _Members:
     """Of a manifest beside its forms."""
 
-    spec_version: str
-    created_by: str
-    teacher: Teacher
-    inputs: SampleInputs
-    dataset: Dataset
-    shards: ShardPlan
-    on_error: str = optional("stop")
+    spec_version: str  # of the specification
+    created_by: str  # name and version of the package
+    teacher: Teacher  # what was run
+    inputs: SampleInputs  # what a sample key is made of
+    dataset: Dataset  # which samples
+    shards: ShardPlan  # assignment of samples to shards
+    on_error: str = optional("stop")  # or "skip": receipts may name samples that the teacher failed on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(_Members, Held):
     """Everything that decides the numbers in a cache (CACHE-20).
 
-    Attributes:
-        spec_version: of the specification.
-        created_by: name and version of the package.
-        teacher: what was run.
-        forms: what a record holds, at least one; each is the member of the file that its ``SUBJECT`` names. See
-            also ``attention``, ``logits`` and ``hidden``, and ``find``.
-        inputs: what a sample key is made of.
-        dataset: which samples.
-        shards: assignment of samples to shards.
-        on_error: ``"skip"`` where receipts may name samples that the teacher failed on, else ``"stop"``.
+    ``forms`` are what a record holds, at least one; each is the member of the file that its ``SUBJECT`` names. See
+    also ``attention``, ``logits`` and ``hidden``, and ``find``.
     """
 
     forms: tuple[Form, ...]

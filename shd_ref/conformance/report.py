@@ -18,22 +18,15 @@ _LARGEST_CALL = 4096  # numbers of a call that the report spells out
 
 @dataclass(frozen=True)
 class Finding:
-    """Why an operation failed, for somebody who does not know the judge's code.
-
-    Attributes:
-        order: the smallest says most: recognised mistakes, then values, then state, then refusals.
-        title: what was changed in the call, or done around it.
-        spec: the sentence that was broken, if it is just one.
-        narrow: whether the answer is right for a narrower dtype.
-    """
+    """Why an operation failed, for somebody who does not know the judge's code."""
 
     call: Call
     wrong: Difference
-    order: tuple[int, ...]
-    title: str
+    order: tuple[int, ...]  # the smallest says most: recognised mistakes, then values, then state, then refusals
+    title: str  # what was changed in the call, or done around it
     looks_like: tuple[str, ...] = ()
-    spec: str = ""
-    narrow: bool = False
+    spec: str = ""  # the sentence that was broken, if it is just one
+    narrow: bool = False  # whether the answer is right for a narrower dtype
 
     @property
     def called(self) -> str:
@@ -59,18 +52,13 @@ class Finding:
 
 @dataclass
 class OperationResult:
-    """How one operation was judged.
-
-    Attributes:
-        answered: whether anything but that it is missing was said.
-        lacks: options that are missing, words with their value.
-    """
+    """How one operation was judged."""
 
     operation: str
     calls: int = 0
-    answered: bool = False
+    answered: bool = False  # whether anything but that it is missing was said
     findings: list[Finding] = field(default_factory=list)
-    lacks: set[str] = field(default_factory=set)
+    lacks: set[str] = field(default_factory=set)  # options that are missing, words with their value
     failed_parts: set[str] = field(default_factory=set)
 
     @property

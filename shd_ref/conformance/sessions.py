@@ -45,20 +45,15 @@ _OF_VALUES = {"support-mismatch", "not-a-distribution"}  # what other numbers ma
 
 @dataclass
 class Call:
-    """One call, and what the reference says of it.
-
-    Attributes:
-        codes: of ERR-4, other codes that are right too.
-        places: kinds of positions that the message of a refusal must name (MAP-5, LOSS-6).
-    """
+    """One call, and what the reference says of it."""
 
     operation: str
     inputs: Inputs
     dtype: str
     title: str = ""
     levels: Mapping[str, str] = field(default_factory=dict)
-    codes: frozenset[str] = frozenset()
-    places: tuple[str, ...] = ()
+    codes: frozenset[str] = frozenset()  # of ERR-4, other codes that are right too
+    places: tuple[str, ...] = ()  # kinds of positions that the message of a refusal must name (MAP-5, LOSS-6)
     seed: int = 0
 
     @cached_property

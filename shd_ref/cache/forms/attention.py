@@ -96,39 +96,26 @@ class Matching:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Form):
-    """The squeeze that made the supervision of attention, in every form that stores it.
-
-    Attributes:
-        num_student_heads: H_s.
-        layers: by ascending student layer.
-        plan: rounds of pairs of positions in the pool of heads; empty where ``plans`` has them.
-        plans: of each layer, where they differ (CACHE-102).
-        matching: how the plans were matched on the data, or None.
-        strategy: name from the specification, as are alpha_rule and alpha_from; the cache only compares them.
-        alpha_per: always ``"map"``, one weight per map.
-        support: ``"full"`` or ``"causal"``.
-        codec: of the form.
-        num_student_layers: L_s, number of attention calls of the student; None if explicit pairs name the supervised
-            layers, in which case the student may have others (CACHE-104).
-        kinds: if there are several kinds of attention: the kinds, and the student's number of calls of each. Student
-            layers are numbered kind after kind (CACHE-105).
-    """
+    """The squeeze that made the supervision of attention, in every form that stores it."""
 
     SUBJECT: ClassVar[str] = "attention"
     ERROR: ClassVar[type[RowError]] = CodecError
     CHOICE: ClassVar[str] = "layers"
     MIXING_IS_OPTIONAL: ClassVar[bool] = True
 
-    num_student_heads: int
-    layers: tuple[LayerPair, ...]
-    plan: Plan
-    plans: tuple[Plan, ...] | None = optional(None)
-    matching: Matching | None = optional(None)  # noqa: RUF009  (None, which cannot change)
-    strategy: str
+    num_student_heads: int  # H_s
+    layers: tuple[LayerPair, ...]  # by ascending student layer
+    plan: Plan  # rounds of pairs of positions in the pool of heads; empty where plans has them
+    plans: tuple[Plan, ...] | None = optional(None)  # of each layer, where they differ (CACHE-102)
+    matching: Matching | None = optional(None)  # noqa: RUF009  (how the plans were matched on the data; immutable)
+    strategy: str  # name from the specification, as are alpha_rule and alpha_from; the cache only compares them
     alpha_rule: str
     alpha_from: str = "teacher"
-    alpha_per: str = "map"
-    support: str
+    alpha_per: str = "map"  # always: one weight per map
+    support: str  # "full" or "causal"
+    # L_s, attention calls of the student; None where explicit pairs name the supervised layers, in which case the
+    # student may have others (CACHE-104). Of several kinds of attention their calls; layers are numbered kind after
+    # kind (CACHE-105).
     num_student_layers: int | None = optional(None)
     kinds: tuple[KindLayers, ...] = optional(())
 
@@ -251,21 +238,15 @@ def _count_pairs(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Groups of tokens, by their name in options and manifests.
+    """Groups of tokens, by their name in options and manifests."""
 
-    Attributes:
-        teacher_grid, student_grid: of patches, row-major; empty where each sample has its own groups.
-        extra: tokens in front of the patches that both sides have.
-        kind: of the column with a sample's groups: ``"ids"``, the group of each teacher token ``(L,)``, below 0 for
-            none, or ``"weights"`` of each teacher token in each student token ``(L, l)``; empty for patches.
-        column: its name, an input of the sample's key.
-    """
-
-    teacher_grid: tuple[int, ...] = ()
+    teacher_grid: tuple[int, ...] = ()  # of patches, row-major; empty where each sample has its own groups
     student_grid: tuple[int, ...] = ()
-    extra: int = 0
+    extra: int = 0  # tokens in front of the patches that both sides have
+    # Of the column with a sample's groups: "ids", the group of each teacher token (L,), below 0 for none, or
+    # "weights" of each teacher token in each student token (L, l); empty for patches.
     kind: str = ""
-    column: str = ""
+    column: str = ""  # its name, an input of the sample's key
 
     @classmethod
     def parse(cls, text: str) -> TokenGroups:
@@ -296,20 +277,12 @@ class TokenGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Maps(Attention):
-    """Records hold the student's merged maps.
-
-    Attributes:
-        form: ``"maps"``.
-        temperature: the attention temperature of the maps, above 0.
-        shapes: ``"own"`` if each record gives the rows and keys of every layer's maps, else ``"length"``: n and n
-            (CACHE-128).
-        groups: which teacher tokens a student token is made of, where maps are stored pooled (CACHE-131).
-    """
+    """Records hold the student's merged maps."""
 
     form: str = field(default="maps", init=False)
-    temperature: float
-    shapes: str = optional("length")
-    groups: str | None = optional(None)
+    temperature: float  # the attention temperature of the maps, above 0
+    shapes: str = optional("length")  # n and n, or "own": each record gives those of every layer (CACHE-128)
+    groups: str | None = optional(None)  # of which teacher tokens a student token is made, where pooled (CACHE-131)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", float(self.temperature))  # 1 and 1.0 are the same job
@@ -378,17 +351,11 @@ def cut_map(codes: NDArray[Any], num_rows: int, num_keys: int, where: str) -> ND
 
 @dataclass(frozen=True, kw_only=True)
 class Factors(Attention):
-    """Records hold the teacher's queries and keys, from which its maps are computed, and the mixing matrices.
-
-    Attributes:
-        form: ``"factored"``.
-        factors: each layer's parameters for computing maps from queries and keys (CACHE-141).
-        padding: ``"around"`` if records may have leading padding too, else ``"behind"`` (CACHE-145).
-    """
+    """Records hold the teacher's queries and keys, from which its maps are computed, and the mixing matrices."""
 
     form: str = field(default="factored", init=False)
-    factors: tuple[LayerFactors, ...]
-    padding: str = optional("behind")
+    factors: tuple[LayerFactors, ...]  # of each layer (CACHE-141)
+    padding: str = optional("behind")  # or "around": records may have leading padding too (CACHE-145)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -99,21 +99,13 @@ class HeadTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The teacher's head as the manifest describes it; its numbers are in a file of the cache.
+    """The teacher's head as the manifest describes it; its numbers are in a file of the cache."""
 
-    Attributes:
-        xxh3_128: of that file, 32 hex digits.
-        vocab_size: V, classes that are stored.
-        padded_vocab_size: how many the teacher's head has, where the last ones only pad the vocabulary; else None.
-        dtype: of the matrix, one of ``HEAD_DTYPES``.
-        bias, scale, soft_cap, norm: as of ``TeacherHead``.
-    """
-
-    xxh3_128: str
-    vocab_size: int
-    padded_vocab_size: int | None = optional(None)
-    dtype: str
-    bias: bool
+    xxh3_128: str  # of that file, 32 hex digits
+    vocab_size: int  # V, classes that are stored
+    padded_vocab_size: int | None = optional(None)  # the teacher's, where the last ones only pad the vocabulary
+    dtype: str  # of the matrix, one of HEAD_DTYPES
+    bias: bool  # this and the rest as of TeacherHead
     scale: float = optional(1.0)
     soft_cap: float | None = optional(None)
     norm: FinalNorm | None = optional(None)  # noqa: RUF009  (of a frozen dataclass)
@@ -135,15 +127,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Vectors):
-    """Records hold the states that the teacher's head reads; the cache holds the head.
-
-    Attributes:
-        codec: ``"float32"``, ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
-        rows: ``"positions"``, or ``"decoder"`` for the decoder of an encoder-decoder.
-        tensor: name of the graph's tensor.
-        width: D.
-        head: that reads them.
-    """
+    """Records hold the states that the teacher's head reads, coded as ``Hidden``; the cache holds the head."""
 
     SUBJECT: ClassVar[str] = "exact"
     CHOICE: ClassVar[str] = "exact"

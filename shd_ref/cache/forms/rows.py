@@ -319,29 +319,21 @@ class AveragedTeacher:
 class Logits(Rows):
     """Records hold rows of logits: their likeliest classes, or all (CACHE-164 to CACHE-171).
 
-    Attributes:
-        codec: ``"topk"``: ``head`` classes and the mass of all others; ``"float16"``: all logits.
-        rows: ``"positions"`` for a language model, ``"sample"`` for a classifier.
-        tensor: name of the graph's tensor.
-        vocab_size: V, classes that are stored.
-        padded_vocab_size: how many the teacher gives, where the last ones only pad the vocabulary; else None.
-        temperature: T of the record; None for ``float16``, which works at any.
-        head: classes with a probability each.
-        value_bits: of a head's probability, 4 to 16; 0 for ``float16``.
-        with_teachers: further teachers, in their order; rows are those of the mean of all logits.
+    Codec ``"topk"`` has ``head`` classes and the mass of all others, ``"float16"`` all logits. Rows are
+    ``"positions"`` of a language model, or ``"sample"`` of a classifier.
     """
 
     SUBJECT: ClassVar[str] = "logits"
     ERROR: ClassVar[type[RowError]] = LogitsError
     CHOICE: ClassVar[str] = "logits"
 
-    tensor: str
-    vocab_size: int
-    padded_vocab_size: int | None = optional(None)
-    temperature: float | None = optional(None)
-    head: int = optional(0)
-    value_bits: int = optional(0)
-    with_teachers: tuple[AveragedTeacher, ...] = optional(())
+    tensor: str  # name of the graph's tensor
+    vocab_size: int  # V, classes that are stored
+    padded_vocab_size: int | None = optional(None)  # the teacher's, where the last ones only pad the vocabulary
+    temperature: float | None = optional(None)  # T of the record; None for float16, which works at any
+    head: int = optional(0)  # classes with a probability each
+    value_bits: int = optional(0)  # of a head's probability, 4 to 16; 0 for float16
+    with_teachers: tuple[AveragedTeacher, ...] = optional(())  # further ones, whose mean with the first is stored
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -458,16 +450,13 @@ class LogitsCodec(RowCodec):
 class HiddenLayer:
     """One layer of the teacher.
 
-    Attributes:
-        layer: k as in Hugging Face's ``hidden_states[k]``: after the teacher's block k, 0 for the embeddings. In an
-            encoder-decoder k counts the decoder's blocks: ``decoder_hidden_states[k]``.
-        tensor: name of the graph's tensor.
-        width: D.
+    k is as in Hugging Face's ``hidden_states[k]``: after the teacher's block k, 0 for the embeddings. In an
+    encoder-decoder it counts the decoder's blocks: ``decoder_hidden_states[k]``.
     """
 
-    layer: int
-    tensor: str
-    width: int
+    layer: int  # k
+    tensor: str  # name of the graph's tensor
+    width: int  # D
 
     def __post_init__(self) -> None:
         require_ranges(self, "CACHE-176", "hidden ", layer=(0, MAX_LAYERS), width=(1, MAX_WIDTH))
@@ -477,16 +466,14 @@ class HiddenLayer:
 class Hidden(Rows):
     """Records hold hidden states of some of the teacher's layers (CACHE-175 to CACHE-179).
 
-    Attributes:
-        codec: ``"float32"``, ``"float16"``, or ``"int8"`` with a step in binary32 for each row.
-        rows: ``"positions"``, or ``"decoder"`` for the decoder of an encoder-decoder.
-        layers: ascending.
+    Codecs are ``"float32"``, ``"float16"``, and ``"int8"`` with a step in binary32 for each row; rows are
+    ``"positions"``, or ``"decoder"`` for the decoder of an encoder-decoder.
     """
 
     SUBJECT: ClassVar[str] = "hidden"
     ERROR: ClassVar[type[RowError]] = HiddenError
     CHOICE: ClassVar[str] = "hidden"
-    layers: tuple[HiddenLayer, ...]
+    layers: tuple[HiddenLayer, ...]  # ascending
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -515,13 +502,13 @@ class Hidden(Rows):
 
 @dataclass(frozen=True, kw_only=True)
 class Vectors(Rows):
-    """Vectors of one tensor of the graph: ``PART`` of each record."""
+    """Vectors of one tensor of the graph: ``PART`` of each record. Codecs are those of ``Hidden``."""
 
     ERROR: ClassVar[type[RowError]] = HiddenError
     PART: ClassVar[Part]
     SPEC_ID: ClassVar[str]
-    tensor: str
-    width: int
+    tensor: str  # its name
+    width: int  # D
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -536,23 +523,15 @@ class Vectors(Rows):
 
 @dataclass(frozen=True, kw_only=True)
 class Embeddings(Vectors):
-    """Records hold an embedding of their text, pooled from the states of a block (CACHE-181 to CACHE-185).
-
-    Attributes:
-        codec: one of ``VECTOR_CODECS``.
-        pooling: one of ``POOLINGS``.
-        normalize: whether it was divided by its norm.
-        tensor: name of the graph's tensor that was pooled.
-        width: D.
-    """
+    """Records hold an embedding of their text, pooled from the states of a block (CACHE-181 to CACHE-185)."""
 
     SUBJECT: ClassVar[str] = "embeddings"
     CHOICE: ClassVar[str] = "embeddings"
     SPEC_ID: ClassVar[str] = "CACHE-181"
     PART: ClassVar[Part] = Part("embedding", U8, SUBJECT)
     rows: str = optional("sample")
-    pooling: str
-    normalize: bool
+    pooling: str  # one of POOLINGS
+    normalize: bool  # whether it was divided by its norm
 
     def __post_init__(self) -> None:
         super().__post_init__()
