@@ -274,17 +274,19 @@ def grow(runs: Runs, name: str) -> dict[str, list[float]]:
     return curve
 
 
-def try_betas(runs: Runs, name: str) -> dict[str, list[float]]:
-    """SHD's gain over KD by beta, at the chosen KD weight and rate of both."""
+def try_betas(runs: Runs, name: str) -> dict[str, dict[str, list[float]]]:
+    """SHD's gain over KD by beta, at the chosen KD weight and rate of both, and its share of the first gradient."""
     arm, baseline = runs.protocol.sides(name)
     own, alone, steps = runs.tune(arm), runs.tune(baseline), runs.protocol.tasks[arm.task]["steps"]
-    gains: dict[str, list[float]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for beta in runs.protocol.page["betas"]:
         for seed in runs.protocol.page["seeds"][:3]:
             pair = runs.run(arm, replace(own, weight=beta), steps, seed), runs.run(baseline, alone, steps, seed)
             gain = runs.protocol.signed(arm.task, pair[0]["test"] - pair[1]["test"])
-            gains.setdefault(f"{beta:g}", []).append(gain)
-    return gains
+            own_gains = found.setdefault(f"{beta:g}", {"gains": [], "shares": []})
+            own_gains["gains"].append(gain)
+            own_gains["shares"].append(pair[0].get("gradient_share", {}).get("first"))
+    return found
 
 
 def score(runs: Runs, name: str) -> dict[str, float]:
