@@ -36,13 +36,15 @@ SHAPES: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class BetaSchedule:
-    """Beta as a function of training progress: linear warm-up, then decay to ``end``.
+    """Beta as a function of training progress: linear warm-up, then decay to ``end``, and an early stop.
 
     Attributes:
         peak: beta after the warm-up, at least 0.
         kind: ``"constant"`` (stays at the peak), ``"linear"`` or ``"cosine"``.
         warmup: share of the training for the warm-up from 0, in [0, 1).
         end: beta at the end of a linear or cosine decay, at least 0.
+        until: share of the training in which the term is used, in (0, 1]; the rest trains at the cost of a loss
+            without it. The decay ends there. The first half alone is as good as all of it (docs/study.md).
 
     Raises:
         ShdError: ``argument-value`` naming what is out of range or no number.
@@ -52,24 +54,34 @@ class BetaSchedule:
     kind: str = "constant"
     warmup: float = 0.0
     end: float = 0.0
+    until: float = 1.0
 
     def __post_init__(self) -> None:
         need(self.kind in SHAPES, "argument-value", "kind", f"be one of {', '.join(SHAPES)}", repr(self.kind))
         for name, value in (("peak", self.peak), ("end", self.end)):
             check_number(name, value, least=0.0)
-        inside = 0 <= check_number("warmup", self.warmup) < 1
-        need(inside, "argument-value", "warmup", "be in [0, 1), a part of the training", repr(self.warmup))
+        inside = 0 < check_number("until", self.until) <= 1
+        need(inside, "argument-value", "until", "be in (0, 1], a part of the training", repr(self.until))
+        inside = 0 <= check_number("warmup", self.warmup) < self.until
+        rule = f"be in [0, {self.until:g}), a part of the training"
+        need(inside, "argument-value", "warmup", rule, repr(self.warmup))
 
     def __call__(self, progress: float) -> float:
         """Beta at this part of the training, 0 at its first step and 1 after its last."""
         progress = min(max(progress, 0.0), 1.0)
+        if self.is_over(progress):
+            return 0.0
         if progress < self.warmup:
             return self.peak * progress / self.warmup
         if self.kind == "constant":
             return self.peak
-        way = (progress - self.warmup) / (1.0 - self.warmup)
+        way = (progress - self.warmup) / (self.until - self.warmup)
         share = 1.0 - way if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
         return self.end + (self.peak - self.end) * share
+
+    def is_over(self, progress: float) -> bool:
+        """Whether the term is left out from here on."""
+        return progress >= self.until < 1.0
 
 
 Weight: TypeAlias = float | Callable[[float], float]
@@ -109,6 +121,10 @@ class Term(ABC):
     ) -> Mapping[int, nn.Module]:
         """What takes the student's states, by number, to the width of a cache, or to that of a live teacher."""
         return {}
+
+    def is_over(self, progress: float) -> bool:
+        """Whether it is left out from here on; a weight of 0 alone is still measured, and logged."""
+        return isinstance(self.weight, BetaSchedule) and self.weight.is_over(progress)
 
     @abstractmethod
     def count(self, batch: MicroBatch) -> int:

@@ -331,11 +331,15 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         batch = batch.to(self.args.device)
         if self.teachers or self._base is not None:
             self._check_decoder(batch.seen)
-        online = [teacher(**batch.seen) for teacher in self.teachers]
+        progress = self.state.global_step / max(self.state.max_steps, 1)
+        terms = [term for term in self.terms if not (model.training and term.is_over(progress))]
+        teachers = self.teachers if terms or self._base is not None else []
+        online = [teacher(**batch.seen) for teacher in teachers]
         taught: list[Taught] = [*([] if batch.stored is None else [batch.stored]), *online]
         layers = unite_layers([teaching.layers for teaching in taught])
-        keywords = {name: value for term in self.terms for name, value in term.KEYWORDS.items()}
-        with nullcontext() if self.attention is None else capture_attention(model, layers) as captured:
+        keywords = {name: value for term in terms for name, value in term.KEYWORDS.items()}
+        attends = self.attention in terms
+        with capture_attention(model, layers) if attends else nullcontext() as captured:
             if self._base is None:
                 base, outputs = self._own_loss(model, batch.inputs | keywords, num_items_in_batch)
             else:
@@ -367,14 +371,17 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             base = torch.stack(losses).sum()
         elif base is not None:
             losses = [base]
-        progress = self.state.global_step / max(self.state.max_steps, 1)
-        for term in self.terms:
+        elif self.state.global_step == 0:
+            ends = all(term.is_over(1.0) for term in self.terms)
+            rule = f"go on to the end of training, as a {type(self._student).__name__} has no other loss"
+            need(not ends, "argument-value", "beta", rule, "terms that all end before")
+        for term in terms:
             weighed = weigh(term.measure(forward), term.NAME, term.WEIGHT_NAME, read_weight(term.weight)(progress))
             losses.append(parts * weighed)
         loss = torch.stack(losses).sum()
         if base is not None:
             record.add({"base_loss": base / parts})
-        if self.attention is not None:
+        if attends:
             record.count_alphas(batch.tallies.get(Attention.SUBJECT), online, count_positions(batch))
         return (loss, outputs) if return_outputs else loss
 

@@ -105,6 +105,22 @@ def test_resuming_in_mid_epoch_changes_nothing(data: str, trainer_cache: Path, t
         assert logged[0] == logged[1], key
 
 
+def test_a_term_that_ends_early_costs_nothing_then_and_changes_nothing(trainer_cache: Path, tmp_path: Path) -> None:
+    """As a weight of 0 from there on, which is still measured."""
+
+    def train(out: Path, beta: Any) -> Any:
+        dataset = SupervisedDataset(make_samples(), trainer_cache)
+        trainer = make_trainer(out, train=dataset, beta=beta, arguments={"max_steps": 6})
+        trainer.train()
+        return trainer
+
+    early = train(tmp_path / "a", BetaSchedule(0.6, until=0.5))
+    zeroed = train(tmp_path / "b", lambda progress: 0.6 if progress < 0.5 else 0.0)
+    assert_same(weights(early), weights(zeroed))
+    steps = [[log["step"] for log in each.state.log_history if "shd_loss" in log] for each in (early, zeroed)]
+    assert steps == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
+
+
 class KilledError(Exception):
     pass
 
@@ -265,6 +281,10 @@ def test_what_a_student_without_a_head_cannot_do(trainer_cache: Path, tmp_path: 
         trainer.evaluate()
     trainer = make_trainer(tmp_path, model=headless(2, 2), compute_metrics=lambda _: {"of": 1.0}, **given)
     assert "eval_loss" not in trainer.evaluate()
+    given["beta"] = BetaSchedule(0.3, until=0.5)
+    trainer = make_trainer(tmp_path, model=headless(2, 2), **given)
+    with pytest.raises(ShdError, match="beta must go on to the end of training, as a LlamaModel has no other loss"):
+        trainer.train()
 
 
 def test_a_stream_hears_of_every_epoch(trainer_cache: Path, tmp_path: Path) -> None:
