@@ -163,12 +163,7 @@ def indexer_loss_gradient(
     """The gradient of ``indexer_loss`` with respect to the scorer's queries, keys and weights (IDX-14).
 
     Args:
-        queries: as in ``indexer_loss``.
-        keys: as in ``indexer_loss``.
-        teacher_queries: as in ``indexer_loss``.
-        teacher_keys: as in ``indexer_loss``.
-        scale: as in ``indexer_loss``.
-        **keywords: those of ``indexer_loss``.
+        queries, keys, teacher_queries, teacher_keys, scale, **keywords: as in ``indexer_loss``.
 
     Returns:
         ``(dq, dk, dw)``, shaped as queries, keys and weights; dw also where the weights were not given.

@@ -60,16 +60,10 @@ class CodedFactors:
 
 
 def encode_factors(codec: str, queries: NDArray[Any], keys: NDArray[Any]) -> CodedFactors:
-    """Code queries and centred keys (CACHE-143 to CACHE-148).
+    """Code queries ``(H_t, n, d)`` and keys ``(H_kv, n, d)``, which are centred (CACHE-143 to CACHE-148).
 
-    Args:
-        codec: one of ``FACTORED_CODECS``.
-        queries: ``(H_t, n, d)`` float32, as the teacher multiplies them; without padding.
-        keys: ``(H_kv, n, d)`` float32, as the teacher multiplies them; without padding.
-
-    Raises:
-        ShdError: ``argument-value`` (codec, a number beyond float16), ``argument-shape``, ``argument-dtype``,
-            ``not-finite``.
+    Both are float32, as the teacher multiplies them, without padding. Raises ``argument-value`` (codec, a number
+    beyond float16), ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
     check_option("codec", codec, FACTORED_CODECS, "CACHE-142")
     for name, values in (("queries", queries), ("keys", keys)):

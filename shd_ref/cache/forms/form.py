@@ -71,21 +71,14 @@ class SampleRecord:
     uint8 ``(R, bytes)`` as ``Rows.encode`` gives them. As read, ``alphas`` and ``mixing`` are there where they are
     stored; all others are uint8 ``(bytes,)``, those that were asked for: see ``CacheReader.decode``,
     ``decode_logits`` and ``decode_hidden``.
-
-    Attributes:
-        index: position in the data set.
-        key: ``sample_key`` of its inputs.
-        parts: by ``Part.name``.
-        seed: of the sample's augmentation, where the manifest names a column of seeds.
-        length, first, shapes, decoder: its extent.
     """
 
-    index: int
-    key: str
+    index: int  # position in the data set
+    key: str  # sample_key of its inputs
     length: int
-    parts: Mapping[str, Any]
-    seed: int | None = None
-    first: int = 0
+    parts: Mapping[str, Any]  # by Part.name
+    seed: int | None = None  # of its augmentation, where the manifest names a column of seeds
+    first: int = 0  # this, length and the rest are its extent
     shapes: Sequence[tuple[int, int]] = ()
     decoder: int = 0
 
@@ -97,18 +90,11 @@ class SampleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Form(ABC):
-    """One form of supervision, as the manifest describes it; ``argument-value`` for what no form can have.
+    """One form of supervision, as the manifest describes it; ``argument-value`` for what no form can have."""
 
-    Attributes:
-        SUBJECT: what it is supervision of: the manifest's member, and the error in receipts.
-        ERROR: what coding it costs.
-        CHOICE: the keyword by which a reader is told what to read of it.
-        codec: how it is coded.
-    """
-
-    SUBJECT: ClassVar[str]
-    ERROR: ClassVar[type[RowError]]
-    CHOICE: ClassVar[str]
+    SUBJECT: ClassVar[str]  # of what it is supervision: the manifest's member, and the error in receipts
+    ERROR: ClassVar[type[RowError]]  # what coding it costs
+    CHOICE: ClassVar[str]  # the keyword by which a reader is told what to read of it
     codec: str
 
     @property

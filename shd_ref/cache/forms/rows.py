@@ -64,13 +64,9 @@ _FLOATS: Final = {"float32": "<f4", "float16": "<f2"}
 
 
 class RowCodec(ABC):
-    """How the rows of one part are coded, one by one.
+    """How the rows of one part are coded, one by one."""
 
-    Attributes:
-        width: numbers of a row as the teacher gives it.
-    """
-
-    width: int
+    width: int  # numbers of a row as the teacher gives it
 
     @property
     @abstractmethod
