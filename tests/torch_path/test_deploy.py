@@ -14,7 +14,7 @@ from support.refusals import refusal
 
 from shd_torch import deploy
 from shd_torch.cli import load_app
-from shd_torch.deploy.timing import find_busy
+from shd_torch.deploy.timing import find_busy, later_turns
 
 WIDTH, VOCABULARY = 16, 11
 TEXT = "int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask"
@@ -63,6 +63,12 @@ def test_a_busy_machine_is_noticed() -> None:
     assert find_busy([(1.0, 0.95), (0.1, 0.05)]) is None  # by what takes longest
     assert find_busy([(1.0, 2.0)]) is None  # two threads
     assert "waited for it 40% of their time" in str(find_busy([(1.0, 0.6)]))
+
+
+@pytest.mark.parametrize(("run", "turn"), [(1e-4, 0.04), (0.01, 0.15), (0.2, 0.4), (0.6, 0.6)])
+def test_the_length_of_later_turns_is_known_after_the_first(run: float, turn: float) -> None:
+    """Runs that warm up, then those that count, at most 200 of each; a long run needs no others before it."""
+    assert later_turns({(1, 1, 8): {"graph": [(run, run)]}}) == pytest.approx(turn)
 
 
 def test_times_by_turns(graph: Path, tmp_path: Path) -> None:
