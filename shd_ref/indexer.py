@@ -160,10 +160,7 @@ def indexer_loss_gradient(
     scale: float,
     **keywords: Unpack[IndexerKeywords],
 ) -> tuple[Array, Array, Array]:
-    """The gradient of ``indexer_loss`` with respect to the scorer's queries, keys and weights (IDX-14).
-
-    Args:
-        queries, keys, teacher_queries, teacher_keys, scale, **keywords: as in ``indexer_loss``.
+    """The gradient of ``indexer_loss``, of the same arguments, with respect to the scorer's side (IDX-14).
 
     Returns:
         ``(dq, dk, dw)``, shaped as queries, keys and weights; dw also where the weights were not given.
