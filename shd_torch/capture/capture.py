@@ -78,15 +78,14 @@ _KNOWN_TENSORS = frozenset({"position_bias", "position_ids", "cu_seq_lens_q", "c
 """Tensors beside queries, keys, values and mask that attention functions are given, and whose meaning is known."""
 
 
-def _read_call(raw: RawCall, opened: dict[int, Tensor]) -> AttentionCall:
-    """What a tap saw; ``opened`` are the block masks of the same pass that were opened before, by their identity."""
+def _read_call(raw: RawCall) -> AttentionCall:
     name = "a fused call" if raw.source is None else type(raw.source).__name__
     check_query_key(raw.query, raw.key, f"queries and keys of {name}", code="capture-failed")
     key, mask = raw.key, raw.attn_mask
     if raw.keywords is not None:
         _check_arguments(raw.keywords, name)
         if raw.inner is None:
-            rule = _read_rule(raw, raw.keywords, opened, name)
+            rule = _read_rule(raw, raw.keywords, name)
         else:
             key, rule = key[:, :, : raw.inner.key.shape[2]], _read_fused(raw.inner, raw.query)
     else:
@@ -114,21 +113,14 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _read_rule(raw: RawCall, keywords: dict[str, Any], opened: dict[int, Tensor], name: str) -> AttentionRule:
-    query, key, mask = raw.query, raw.key, raw.attn_mask
+def _read_rule(raw: RawCall, keywords: dict[str, Any], name: str) -> AttentionRule:
+    mask = raw.attn_mask
     rule = AttentionRule(scale=keywords.get("scaling"), softcap=keywords.get("softcap"))
     bias = keywords.get("position_bias")
     if mask is not None and not isinstance(mask, Tensor):
-        if id(mask) not in opened:  # a BlockMask, with one head or sample where it was made for all of them
-            from torch.nn.attention.flex_attention import create_mask
-
-            samples, heads = mask.shape[:2]
-            opened[id(mask)] = create_mask(
-                mask.mask_mod, samples, heads, query.shape[2], key.shape[2], device=query.device
-            )
-        return replace(rule, attn_mask=_add_bias(opened[id(mask)], bias))
+        raise _unsupported(name, "be given its mask as a tensor", f"the {type(mask).__name__} of FlexAttention")
     if mask is not None and (mask.ndim == 4 or raw.implementation == "eager"):
-        return replace(rule, attn_mask=_add_bias(mask[..., : key.shape[2]], bias))
+        return replace(rule, attn_mask=_add_bias(mask[..., : raw.key.shape[2]], bias))
     if raw.implementation in ("eager", "flex_attention"):
         return replace(rule, attn_mask=bias)
     return _read_flash(raw, keywords, rule, name)
@@ -244,7 +236,6 @@ class Captured:
     @never_compiled
     def take(self, layers: Sequence[Layer], grad_enabled: bool) -> None:
         self.num_calls = len(layers)
-        opened: dict[int, Tensor] = {}  # block masks by their identity, which holds as long as the calls
         for index in range(len(layers)) if self._layers is None else self._layers:
             raw = layers[index][0]
             advice = "reentrant activation checkpointing hides the run that has one, so checkpoint with "
@@ -252,7 +243,7 @@ class Captured:
             advice += "for a frozen layer, leave its number out of layers"
             who, fits = f"attention call {index}", raw.grad_enabled or not grad_enabled
             need(fits, "capture-failed", who, "run with gradient, as the student does", "none", remedy=advice)
-            self._kept[index] = _read_call(raw, opened)
+            self._kept[index] = _read_call(raw)
 
 
 class AttentionCapture:
@@ -383,9 +374,7 @@ def capture_attention(
     student may be compiled, before or after, and wrapped in any way: capture the module that is called, or one inside
     it. A deep copy (such as an average of its weights) is independent.
 
-    Tensors are kept by reference, except for FlexAttention: its ``BlockMask`` is expanded to booleans, one byte per
-    entry of ``(B, 1, L, S)`` (``(1, 1, L, S)`` if made with ``B=None``, ``(B, H, L, S)`` if made with ``H``), once
-    for all layers that share it.
+    Tensors are kept by reference. A mask of FlexAttention, which is no tensor, is rejected.
 
     Args:
         student: any module; only its own forward passes are recorded, not calls of its parts or of a teacher.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -80,20 +80,6 @@ REDUCTIONS: tuple[str, ...] = ("sum", "mean")
 SUPPORTS: tuple[str, ...] = ("error", "intersect")
 
 Layers: TypeAlias = Tensor | Sequence[Tensor]
-
-
-class LossKeywords(TypedDict, total=False):
-    """The keywords of ``shd_loss``, which its gradients share."""
-
-    beta: float
-    loss_mask: Tensor | None
-    attn_mask: Tensor | None
-    temperature: float
-    reduction: str
-    divergence: str
-    support: str
-    row_sums: str
-    check: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,10 +254,10 @@ Gradients: TypeAlias = Tensor | list[Tensor]
 
 
 @torch.no_grad()
-def shd_loss_gradient(supervision: Layers, student_logits: Layers, **keywords: Unpack[LossKeywords]) -> Gradients:
+def shd_loss_gradient(supervision: Layers, student_logits: Layers, **keywords: Any) -> Gradients:
     """The gradient of ``shd_loss`` with respect to the student's logits as given (GRAD-1..3, GRAD-9).
 
-    Arguments and errors are those of ``shd_ref.shd_loss_gradient``.
+    Keywords are those of ``shd_loss``, errors those of ``shd_ref.shd_loss_gradient``.
 
     Returns:
         ``dz``, shaped as the logits: a tensor for a tensor, a list for a list; float64 or float32. Exactly 0 on
@@ -289,11 +275,11 @@ def shd_loss_gradient(supervision: Layers, student_logits: Layers, **keywords: U
 @torch.no_grad()
 @without_autocast
 def shd_loss_gradient_qk(
-    supervision: Layers, queries: Layers, keys: Layers, *, scale: float, **keywords: Unpack[LossKeywords]
+    supervision: Layers, queries: Layers, keys: Layers, *, scale: float, **keywords: Any
 ) -> tuple[Gradients, Gradients]:
     """The gradients of ``shd_loss`` where the logits are ``scale * q k^T`` (GRAD-4..9).
 
-    Arguments and errors are those of ``shd_ref.shd_loss_gradient_qk``.
+    Keywords are those of ``shd_loss``, errors those of ``shd_ref.shd_loss_gradient_qk``.
 
     Returns:
         ``dq`` and ``dk``, shaped as queries and keys: tensors for tensors, lists for lists; float64 or float32.
