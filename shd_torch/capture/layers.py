@@ -47,13 +47,12 @@ def check_single(layers: Sequence[Layer], numbers: Iterable[int], model: nn.Modu
     for number in numbers:
         if len(layers[number]) > 1:
             (path,) = _find_paths(model, [layers[number][0].source])
-            raise ShdError(
-                "capture-failed",
-                f"{path}, layer {number} of {type(model).__name__}, must make one attention call each time it runs; "
-                f"got {len(layers[number])}, none of which holds the maps of the layer (as in differential attention "
-                "or attention by chunks), so it can neither be squeezed nor taught: leave its number out, or, to "
-                f"read every call by itself, give capture_attention their count (layers={sum(map(len, layers))})",
-            )
+            rule = f"{path}, layer {number} of {type(model).__name__}, must make one attention call each time it runs"
+            got = f"{len(layers[number])}, none of which holds the maps of the layer (as in differential attention "
+            got += "or attention by chunks), so it can neither be squeezed nor taught"
+            advice = "leave its number out, or, to read every call by itself, give capture_attention their count "
+            advice += f"(layers={sum(map(len, layers))})"
+            raise ShdError("capture-failed", f"{rule}; got {got}: {advice}")
 
 
 class SameLayers:

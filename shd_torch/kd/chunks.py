@@ -280,11 +280,9 @@ def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, 
     if has_all and not bool(torch.isneginf(tails).all()):
         raise ShdError("not-a-distribution", "log_tail must be -inf where no class is left for it")
     if not has_all and divergence == "reverse_kl" and bool(torch.isneginf(tails).any()):
-        raise ShdError(
-            "support-mismatch",
-            "log_tail must be finite in rows that count, for reverse_kl is infinite where the teacher has nothing "
-            "outside of its k classes; got -inf: use jsd, or targets with a tail",
-        )
+        rule = "log_tail must be finite in rows that count, for reverse_kl is infinite where the teacher has nothing"
+        message = f"{rule} outside of its k classes; got -inf: use jsd, or targets with a tail"
+        raise ShdError("support-mismatch", message)
 
 
 _REMEDY = "torch.nn.functional.kl_div on whole rows has derivatives of every order and mode"

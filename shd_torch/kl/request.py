@@ -22,7 +22,7 @@ from shd_torch.checks import (
 )
 from shd_torch.maps.attention import temper
 from shd_torch.maps.loss import REDUCTIONS, SUPPORTS
-from shd_torch.maps.support import rescale_rows
+from shd_torch.maps.support import rescale_rows, support_mismatch
 from shd_torch.supervision.mask import AttentionRule, RuleKeywords
 from shd_torch.supervision.supervision import Supervision
 
@@ -263,13 +263,8 @@ def check_support(request: KlRequest, layer: int) -> None:
         wrong = mass & ~allowed & (request.weights[samples, :, rows, None] != 0)
         if wrong.any():
             b, h, i, j = (int(index) for index in wrong.nonzero()[0])
-            raise ShdError(
-                "support-mismatch",
-                f"supervision must be 0 where the student may not attend; it has mass at layer {layer}, sample "
-                f"{b + samples.start}, head {h}, row {i + rows.start}, key {j}: teacher and student must share one "
-                "mask, or support='intersect' drops that mass",
-                "LOSS-6",
-            )
+            where = f"layer {layer}, sample {b + samples.start}, head {h}, row {i + rows.start}, key {j}"
+            raise support_mismatch(f"it has mass at {where}")
 
 
 def _may_differ(request: KlRequest) -> bool:

@@ -237,11 +237,8 @@ def match_layers(**arguments: Any) -> tuple[list[Any], ...]:
             f"{name}: {f'a list of {len(value)}' if isinstance(value, Sequence) else 'one'}"
             for name, value in arguments.items()
         )
-        raise ShdError(
-            "argument-shape",
-            f"{' and '.join(arguments)} must be one each, or lists of one length, at least 1; got {counted}",
-            "LOSS-3",
-        )
+        rule = f"{' and '.join(arguments)} must be one each, or lists of one length, at least 1"
+        raise ShdError("argument-shape", f"{rule}; got {counted}", "LOSS-3")
     return layers
 
 

@@ -177,12 +177,8 @@ def _check_maps(
     check_real(teacher_probs, "teacher_probs", check=False, ndim=4)
     batch, num_heads, rows, keys = teacher_probs.shape
     if value_outputs.shape[:3] != (batch, num_heads, keys):
-        raise ShdError(
-            "argument-shape",
-            f"value_outputs must be (B, H_t, S, D) with B={batch}, H_t={num_heads}, S={keys}; "
-            f"got {tuple(value_outputs.shape)}",
-            "MIX-1",
-        )
+        rule = f"value_outputs must be (B, H_t, S, D) with B={batch}, H_t={num_heads}, S={keys}"
+        raise ShdError("argument-shape", f"{rule}; got {tuple(value_outputs.shape)}", "MIX-1")
     if query_mask is not None:
         check_mask(query_mask, "query_mask", (batch, rows))
     check_probs(teacher_probs, "teacher_probs", check=check, query_mask=query_mask, row_sums=row_sums)
@@ -196,12 +192,9 @@ def check_convex(weights: Tensor, tolerance: float) -> None:
     """Mixing weights must be convex over the teacher's heads (MIX-3); waits for the device."""
     sums = weights.sum(dim=2)
     if ((weights < 0).any() | ((sums - 1).abs() > tolerance).any()).item():
-        raise ShdError(
-            "mixing-invalid",
-            f"mixing must be at least 0 and sum to 1 over the teacher's heads within {tolerance:g}; got a minimum "
-            f"of {weights.min().item():.6g} and sums from {sums.min().item():.6g} to {sums.max().item():.6g}",
-            "MIX-3",
-        )
+        rule = f"mixing must be at least 0 and sum to 1 over the teacher's heads within {tolerance:g}"
+        got = f"{weights.min().item():.6g} and sums from {sums.min().item():.6g} to {sums.max().item():.6g}"
+        raise ShdError("mixing-invalid", f"{rule}; got a minimum of {got}", "MIX-3")
 
 
 def compose_mixing(
@@ -222,12 +215,8 @@ def compose_mixing(
             check_weights(alpha, "alphas", "MIX-13")
     shapes = [tuple(alpha.shape) for alpha in alphas]
     if not shapes or shapes != [(*shapes[0][:1], len(one_round)) for one_round in rounds]:
-        raise ShdError(
-            "argument-shape",
-            f"alphas must hold one tensor (B, num_pairs) for each of {len(rounds)} rounds, and at least one; "
-            f"got {shapes}",
-            "MIX-13",
-        )
+        rule = f"alphas must hold one tensor (B, num_pairs) for each of {len(rounds)} rounds, and at least one"
+        raise ShdError("argument-shape", f"{rule}; got {shapes}", "MIX-13")
     identity = torch.eye(num_teacher_heads, dtype=compute_dtype(*alphas), device=alphas[0].device)
     return compose_rounds(alphas, rounds, identity.expand(shapes[0][0], -1, -1))
 

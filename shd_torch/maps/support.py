@@ -113,18 +113,16 @@ def check_support(teacher: Tensor, violations: Tensor, layer: int) -> None:
     value = teacher[b, h, i, j].item()
     where = f"layer {layer}, sample {b}, head {h}, row {i}, key {j}"
     if value == 0:
-        raise ShdError(
-            "support-mismatch",
-            f"supervision must be above 0 with divergence='reverse_kl' wherever the student may attend; got 0 at "
-            f"{where}: the divergence would be infinite, 'js' is finite there",
-            "LOSS-13",
-        )
-    raise ShdError(
-        "support-mismatch",
-        f"supervision must be 0 where the student may not attend; got {value:.6g} at {where}: teacher and student "
-        "must share one mask, or support='intersect' drops that mass",
-        "LOSS-6",
-    )
+        rule = "supervision must be above 0 with divergence='reverse_kl' wherever the student may attend"
+        advice = "the divergence would be infinite, 'js' is finite there"
+        raise ShdError("support-mismatch", f"{rule}; got 0 at {where}: {advice}", "LOSS-13")
+    raise support_mismatch(f"got {value:.6g} at {where}")
+
+
+def support_mismatch(got: str) -> ShdError:
+    rule = "supervision must be 0 where the student may not attend"
+    advice = "teacher and student must share one mask, or support='intersect' drops that mass"
+    return ShdError("support-mismatch", f"{rule}; {got}: {advice}", "LOSS-6")
 
 
 class AlignedMaps(NamedTuple):

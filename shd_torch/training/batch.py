@@ -153,9 +153,8 @@ def labelled_rows(batch: MicroBatch) -> Tensor:
     labels = batch.inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim != 2:
         got = tuple(labels.shape) if isinstance(labels, Tensor) else "none"
-        raise ShdError(
-            "argument-value", f"a batch must hold labels (B, L) where they say which rows count; got {got}"
-        )
+        rule = "a batch must hold labels (B, L) where they say which rows count"
+        raise ShdError("argument-value", f"{rule}; got {got}")
     return labels != IGNORED
 
 
