@@ -194,15 +194,7 @@ def kd_rows(
         _check_topk(record, divergence, loss_mask, check=check)
         ids, log_probs, log_tail = (_flat(field, len(rows), device) for field in record[:3])
         taught = record._replace(ids=ids, log_probs=log_probs, log_tail=log_tail)
-    return KdRows(
-        divergence=divergence,
-        mixing=mixing,
-        temperature=temperature,
-        factor=scale / divisor,
-        counted=counted,
-        vocab_size=num_classes,
-        taught=taught,
-    )
+    return KdRows(divergence, mixing, temperature, scale / divisor, counted, num_classes, taught)
 
 
 def _log_softmax_(z: Tensor, temperature: float) -> Tensor:
@@ -366,12 +358,8 @@ def linear_kd_loss(
             check_rows(value, name, check=options.check, ndim={"weight": 2}.get(name))
     fit = hidden.ndim >= 2 and hidden.shape[-1] == weight.shape[1]
     layer = [weight] if bias is None else [weight, bias]
-    check_shapes(
-        fit and tuple(layer[-1].shape[:1]) == tuple(weight.shape[:1]) and (bias is None or bias.ndim == 1),
-        "hidden must be (..., D), weight (V, D) and bias (V,) or None",
-        hidden,
-        *layer,
-    )
+    fit = fit and tuple(layer[-1].shape[:1]) == tuple(weight.shape[:1]) and (bias is None or bias.ndim == 1)
+    check_shapes(fit, "hidden must be (..., D), weight (V, D) and bias (V,) or None", hidden, *layer)
     if options.vocab_size is not None:
         weight = cut(weight.mT, options.vocab_size, "weight").mT
         bias = None if bias is None else bias[: options.vocab_size]

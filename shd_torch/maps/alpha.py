@@ -162,13 +162,9 @@ def split_projection(
     check_real(output_projection, "output_projection", check=check, ndim=2)
     (batch, heads, rows, keys), (num_kv_heads, width) = maps, values.shape[1::2]
     fit = values.shape[0] == batch and values.shape[2] == keys and output_projection.shape[0] == heads * width
-    check_shapes(
-        fit and num_kv_heads > 0 and heads % num_kv_heads == 0,
-        "values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) must fit the teacher's (B, H_t, L, S)",
-        values,
-        output_projection,
-        spec_id="GRAM-6",
-    )
+    fit = fit and num_kv_heads > 0 and heads % num_kv_heads == 0
+    rule = "values (B, H_kv, S, d_v) and output_projection (H_t * d_v, D) must fit the teacher's (B, H_t, L, S)"
+    check_shapes(fit, rule, values, output_projection, spec_id="GRAM-6")
     if query_mask is not None:
         check_mask(query_mask, "query_mask", (batch, rows))
     return output_projection.detach().double().reshape(heads, width, -1)

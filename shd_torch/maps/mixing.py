@@ -150,13 +150,9 @@ def mix_heads(teacher_probs: Tensor, mixing: Tensor, *, check: bool = True) -> T
     """
     check_probs(teacher_probs, "teacher_probs", check=check, row_sums="at_most_one")
     check_real(mixing, "mixing", check=check)
-    check_shapes(
-        mixing.ndim == 3 and mixing.shape[::2] == teacher_probs.shape[:2],
-        "maps (B, H_t, L, S) must have a mixing (B, H_s, H_t)",
-        teacher_probs,
-        mixing,
-        spec_id="MIX-3",
-    )
+    fit = mixing.ndim == 3 and mixing.shape[::2] == teacher_probs.shape[:2]
+    rule = "maps (B, H_t, L, S) must have a mixing (B, H_s, H_t)"
+    check_shapes(fit, rule, teacher_probs, mixing, spec_id="MIX-3")
     dtype = compute_dtype(teacher_probs, mixing)
     weights = mixing.to(dtype)
     if check:
@@ -243,14 +239,8 @@ def _solve_rounds(
     solutions = []
     for number, one_round in enumerate(rounds):
         first, second = [p for p, _ in one_round], [q for _, q in one_round]
-        solution = solve_pairs(
-            probs[:, first],
-            probs[:, second],
-            outputs[:, first],
-            outputs[:, second],
-            query_mask=query_mask,
-            rule=alpha_rule,
-        )
+        pairs = [side[:, heads] for side in (probs, outputs) for heads in (first, second)]
+        solution = solve_pairs(*pairs, query_mask=query_mask, rule=alpha_rule)
         if strategy == "hard":
             solution = solution.hardened()
         solutions.append(solution)

@@ -183,12 +183,8 @@ def _split(output: Tensor, name: str, x0: Tensor, check: bool) -> tuple[Tensor, 
     check_real(output, name, check=check)
     channels = x0.shape[1]
     fit = output.ndim == x0.ndim and (output.shape[0], *output.shape[2:]) == (x0.shape[0], *x0.shape[2:])
-    check_shapes(
-        fit and output.shape[1] in (channels, 2 * channels),
-        f"{name} must be as x0, or have twice the channels where it holds a range",
-        output,
-        x0,
-    )
+    fit = fit and output.shape[1] in (channels, 2 * channels)
+    check_shapes(fit, f"{name} must be as x0, or have twice the channels where it holds a range", output, x0)
     wide = output.to(x0.dtype)
     return wide[:, :channels], wide[:, channels:] if output.shape[1] > channels else None
 
