@@ -157,7 +157,7 @@ def prepare(folder: Path) -> tuple[Stories, list[dict[str, Tensor]], Tensor]:
     options |= {"whole float16": {"logits": "float16"}}
     for name, asked in options.items():
         made: Any = PrecomputeOptions(form="none", **asked)
-        precompute(graph, {"input_ids": train.numpy()}, [(folder / name, made)], RunOptions(num_threads=2))
+        precompute(graph, {"input_ids": train.numpy()}, folder / name, made, RunOptions(num_threads=2))
     return teacher, [{"input_ids": ids} for ids in train], tokens[TEXTS : TEXTS + HELD]
 
 

@@ -107,8 +107,8 @@ def measure(teacher: Path, folder: Path, inputs: dict[str, Tensor], rounds: int,
     for form, options in FORMS.items():
         cache = folder / form.replace(", ", "-")
         run = RunOptions(batch_size=BATCH, num_threads=threads)
-        students = [(cache, PrecomputeOptions(STUDENT_HEADS, **options))]  # type: ignore[arg-type]
-        (summary,) = precompute(teacher, arrays, students, run)
+        stored = PrecomputeOptions(STUDENT_HEADS, **options)  # type: ignore[arg-type]
+        summary = precompute(teacher, arrays, cache, stored, run)
         readers[form] = CacheReader(cache)
         figures[form] = {"bytes_a_sample": round(summary.coded_bytes / summary.samples)}
     joined = {form: SupervisedDataset(Tokens(inputs), reader.folder) for form, reader in readers.items()}

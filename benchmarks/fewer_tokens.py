@@ -229,7 +229,7 @@ def precompute_both(task: Task, folder: Path) -> None:
     plain = {name: array for name, array in task.pool.items() if name != "token_groups"}
     for name, pool, groups in (("whole", plain, None), ("pooled", task.pool, task.groups)):
         asked = replace(options, groups=groups)
-        precompute(folder / "teacher.onnx", pool, [(folder / name, asked)], RunOptions(num_threads=1))
+        precompute(folder / "teacher.onnx", pool, folder / name, asked, RunOptions(num_threads=1))
         task.stored[name] = sum(p.stat().st_size for p in (folder / name).rglob("*.safetensors")) / POOL
     rows = [{name: torch.from_numpy(array[at]) for name, array in task.pool.items()} for at in range(POOL)]
     task.joined = SupervisedDataset(rows, folder / "pooled", preload=True)

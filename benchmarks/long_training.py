@@ -55,7 +55,7 @@ if way == "cache":
     from shd_ref.teacher.precompute.engine import precompute
     options = PrecomputeOptions(4, form="factored")
     run = RunOptions(batch_size=1, num_threads=1)
-    precompute(folder / "teacher.onnx", inputs, [(folder / f"cache-{length}", options)], run)
+    precompute(folder / "teacher.onnx", inputs, folder / f"cache-{length}", options, run)
 elif way in ("attention", "base"):
     import transformers
     from shd_torch import SupervisedDataset, capture_attention, layer_kls

@@ -45,7 +45,7 @@ rows = list(open_source(sys.argv[2]).rows(["attention_mask", "input_ids", "featu
 import numpy as np
 arrays = {name: np.stack([row[name] for row in rows]) for name in ("attention_mask", "input_ids")}
 run = RunOptions(samples_per_shard=64, num_threads=1)
-precompute(sys.argv[1], arrays, [(sys.argv[3], PrecomputeOptions(2))], run)
+precompute(sys.argv[1], arrays, sys.argv[3], PrecomputeOptions(2), run)
 """
 
 
@@ -64,8 +64,8 @@ if kind == "plain":
 else:
     from shd_ref.teacher.precompute.engine import PrecomputeJob
     from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-    students = [(out, PrecomputeOptions(4, form=sys.argv[5]))]
-    job = PrecomputeJob(teacher, inputs, students, RunOptions(batch_size=1, num_threads=1))
+    options = PrecomputeOptions(4, form=sys.argv[5])
+    job = PrecomputeJob(teacher, inputs, out, options, RunOptions(batch_size=1, num_threads=1))
     if kind == "whole":
         job.write(job.shards, job.missing)
         job.finish()

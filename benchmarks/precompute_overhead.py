@@ -135,7 +135,8 @@ class Runs:
         precompute(
             self._teacher,
             self._inputs,
-            [(out, PrecomputeOptions(num_student_heads=heads))],
+            out,
+            PrecomputeOptions(num_student_heads=heads),
             RunOptions(batch_size=self._batch, num_threads=self._threads, samples_per_shard=PER_SHARD * self._batch),
             on_progress=partial(_tick, ticks),
         )

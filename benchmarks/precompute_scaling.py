@@ -43,7 +43,7 @@ from shd_ref.teacher.precompute.engine import PrecomputeJob
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 teacher, data, out, part, parts = sys.argv[1:]
 run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1, shards=(int(part), int(parts)))
-job = PrecomputeJob(Path(teacher), dict(np.load(data)), [(out, PrecomputeOptions(2))], run)
+job = PrecomputeJob(Path(teacher), dict(np.load(data)), out, PrecomputeOptions(2), run)
 print("ready", flush=True)
 sys.stdin.readline()
 job.write(job.shards, job.missing)
@@ -108,7 +108,8 @@ def time_ray(teacher: Path, data: Path, out: Path, workers: int) -> float:
     precompute(
         teacher,
         lambda: dict(np.load(data)),
-        [(out, PrecomputeOptions(2))],
+        out,
+        PrecomputeOptions(2),
         RunOptions(batch_size=8, samples_per_shard=32),
         engine=RayEngine(workers),
         on_progress=lambda done, _total, _size: times.append((time.perf_counter(), done)),
@@ -122,7 +123,7 @@ def time_growth(folder: Path, samples: int, **shape: int) -> tuple[float, float]
     teacher, data = make_teacher(folder, **shape), make_data(samples, shape["length"])
     run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1)
     with tempfile.TemporaryDirectory(dir=folder) as out:
-        job = PrecomputeJob(teacher, data, [(Path(out) / "cache", PrecomputeOptions(shape["heads"] // 2))], run)
+        job = PrecomputeJob(teacher, data, Path(out) / "cache", PrecomputeOptions(shape["heads"] // 2), run)
         started = time.perf_counter()
         job.write(job.shards, job.missing)
         squeezed = time.perf_counter() - started

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, StackDataset
 
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.engine import precompute, students_of
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -76,9 +76,11 @@ def prepare(folder: Path, length: int) -> Material:
     if not kept.exists():
         graph = folder / "teacher.onnx"
         export_teacher(teacher, {"input_ids": torch.from_numpy(train[:2])}, graph)
-        options = PrecomputeOptions(num_student_heads=max(HEADS), num_student_layers=NUM_LAYERS)
         run = RunOptions(batch_size=64, num_threads=torch.get_num_threads())
-        precompute(graph, {"input_ids": train}, students_of(folder / "caches", options, HEADS), run)
+        for heads in HEADS:
+            cache = folder / "caches" / f"heads-{heads}"
+            options = PrecomputeOptions(num_student_heads=heads, num_student_layers=NUM_LAYERS)
+            precompute(graph, {"input_ids": train}, cache, options, run)
         with torch.no_grad():
             made = np.concatenate([teacher(part).half().numpy() for part in torch.from_numpy(train).split(64)])
         draft = folder / "draft.npy"

@@ -129,7 +129,7 @@ def prepare(
         logits_temperature=arguments.temperature,
     )
     run = RunOptions(batch_size=64, num_threads=torch.get_num_threads())
-    (summary,) = precompute(graph, {"input_ids": train}, [(folder / "cache", options)], run)
+    summary = precompute(graph, {"input_ids": train}, folder / "cache", options, run)
     joined = SupervisedDataset(StackDataset(input_ids=torch.from_numpy(train)), folder / "cache")
     record = joined[0][1]
     attention, logits = summary.errors["attention"], summary.errors["logits"]

@@ -89,14 +89,14 @@ else:
     options = PrecomputeOptions(4, form="factored" if form == "graph alone" else form)
     note()
     if form == "graph alone":
-        work = TeacherRun.open(teacher / "teacher.onnx", inputs, [options], run)
+        work = TeacherRun.open(teacher / "teacher.onnx", inputs, options, run)
         opened = work.sessions.open()
         for sample in range(samples):
             run_batch(opened.session, opened.names, work.inputs.batch([sample]))
             note()
     else:
         progress = lambda done, *rest: note() if done > len(times) - 1 else None
-        precompute(teacher / "teacher.onnx", inputs, [(folder / "-".join(sys.argv[1:]), options)], run,
+        precompute(teacher / "teacher.onnx", inputs, folder / "-".join(sys.argv[1:]), options, run,
                    on_progress=progress)
 # Of this process alone: getrusage also knows its parent's peak.
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

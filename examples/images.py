@@ -102,7 +102,7 @@ def run_teacher(views: int) -> None:
         seed_column="seed",
         logits="float16",
     )
-    (summary,) = precompute("vit.onnx", Views(Images(views=views)), [("vit_cache", options)])
+    summary = precompute("vit.onnx", Views(Images(views=views)), "vit_cache", options)
     print(f"{summary.samples} views, {summary.coded_bytes / 1e6:.1f} MB")
 
 

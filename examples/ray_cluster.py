@@ -28,9 +28,7 @@ def main() -> None:
     here = Path.cwd()  # teacher, data and cache under one path on every machine, or the cache at s3://...
     inputs = partial(open_source, here / "train.jsonl", tokenizer=here / "teacher")  # every actor opens the data
     options = PrecomputeOptions(num_student_heads=2, num_student_layers=2, logits="topk")
-    (summary,) = precompute(
-        here / "teacher.onnx", inputs, [(here / "ray_cache", options)], engine=RayEngine(workers=2)
-    )
+    summary = precompute(here / "teacher.onnx", inputs, here / "ray_cache", options, engine=RayEngine(workers=2))
     checked = verify_cache(here / "ray_cache")
     print(f"{summary.samples} samples in {checked.shards} shards, sealed: {checked.sealed}, intact: {checked.ok}")
 

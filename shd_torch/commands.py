@@ -108,7 +108,7 @@ def read_data(
 
     The first model that is a folder with a tokenizer.json tokenises the texts of a .jsonl.
     """
-    from shd_ref.teacher.sources.arrays import open_npz
+    from shd_ref.teacher.sources.files import open_npz
 
     folder = next((Path(model) for model in models if Path(model, "tokenizer.json").is_file()), None)
     arrays = read_inputs(path, samples, folder, max_length=max_length)

@@ -101,7 +101,7 @@ plt.show()
 # %% [markdown]
 # The plot shows where the curve bends for *your* teacher, and what a matched plan gains, which needs a few samples up
 # front and costs nothing later. `shd plan teacher.onnx --inputs data.npz --student-heads 8,6,4`
-# does the same at the output of the whole model, with intervals, and reports which differences are not significant.
+# does the same, with intervals, and prefers the simplest plan where a difference is not significant.
 #
 # ## Is there a better merge?
 #

@@ -26,7 +26,7 @@ _ROUNDS: Final = (
 )
 
 _FIELDS: Final = """layer name op_type num_heads num_kv_heads d_k d_v d_model dtype layout cross row_sums supported
-reason note"""
+reason"""
 
 
 def inspect(teacher: TeacherPath, /, *, sites: str | None = None) -> Document:
@@ -40,9 +40,9 @@ def inspect(teacher: TeacherPath, /, *, sites: str | None = None) -> Document:
         sites: Sites by number, name or kind: 0,2,4-7, encoder*, self, cross. Default: all.
     """
     from shd_ref.teacher.graph.find import find_kinds, find_sites, select_sites
-    from shd_ref.teacher.graph.independence import rounds_in_run
     from shd_ref.teacher.graph.inputs import input_specs
     from shd_ref.teacher.opening.load import load_teacher
+    from shd_ref.teacher.opening.model import rounds_in_run
     from shd_ref.teacher.session import describe_session
 
     model = load_teacher(teacher)
@@ -100,11 +100,11 @@ def _table(teacher: Path, sites: Sequence[AttentionSite]) -> Table:
 
 
 def _reasons(sites: Sequence[AttentionSite]) -> list[str]:
-    """Why sites cannot be squeezed, and what is to be known of the others."""
+    """Why sites cannot be squeezed."""
     layers: dict[str, list[int]] = {}
     for site in sites:
-        if reason := site.reason or site.note:
-            layers.setdefault(reason, []).append(site.layer)
+        if site.reason:
+            layers.setdefault(site.reason, []).append(site.layer)
     runs = {reason: ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans(of)) for reason, of in layers.items()}
     return [f"layer{'s' * (len(layers[reason]) > 1)} {numbers}: {reason}" for reason, numbers in runs.items()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -20,8 +19,7 @@ from shd_ref.teacher.options import MATCHED, MeasuredRun, PlannedOptions, PlanOp
 from shd_ref.teacher.sources import Source
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.study.fidelity import Fidelity
-    from shd_ref.teacher.study.forecast import Forecast
+    from shd_ref.teacher.study.forecast import Fidelity, Forecast
 
 STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs")
 """Options that a student's folder says."""
@@ -46,7 +44,7 @@ def plan(
     shd plan teacher.onnx --inputs data.npz --student-heads 4
 
     Ends with the command that creates the cache, or the advice to use a live teacher, if reading a cache would be
-    slower. Plans are compared by running the teacher with merged instead of full maps in all layers at once.
+    slower. Plans are compared by the error of the attention output that merging makes, layer by layer.
     """
     heads_given, pooled = heads_of(student_heads, options, no_attention=no_attention)
     pooled = inputs.pool(pooled)
@@ -77,7 +75,7 @@ def measure(
                 options,
                 run,
                 plan_options,
-                on_progress=lambda done, total: on_progress(done, total, says="batches of merge plans"),
+                on_progress=lambda done, total: on_progress(done, total, says="merge plans"),
             )
         print_remarks(*forecast.remarks)
         line = None
@@ -118,13 +116,11 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
     length = f"{forecast.mean_length:.0f} positions on average, {forecast.max_length} at most"
     support = f", {forecast.support} support" if forecast.support else ""
     _say(f"{heads}; {forecast.num_samples} samples, {length}{support}")
-    if forecast.supplied:
-        _say(f"added inputs: {forecast.supplied}")
     console.print(_forms(forecast))
     for target in forecast.beside:
         errors = {name: value for name, value in vars(target.error).items() if name.endswith("_mean")}
         means = ", ".join(f"{name.removesuffix('_mean')} {value:.2g}" for name, value in errors.items())
-        size = f"{target.bytes_per_row:.0f} bytes per {target.unit}, {decimal(round(target.total_bytes))} in all"
+        size = f"{decimal(round(target.total_bytes))} in all"
         _say(f"of these {target.subject} {target.codec}: {size}; mean errors: {means}")
     for refused in forecast.refused:
         _say(f"not {refused}")
@@ -168,35 +164,25 @@ def _forms(forecast: Forecast) -> Table:
 
 def _print_fidelity(results: Sequence[Fidelity]) -> None:
     """A plan and strategy per row, in the order of their options, and which to prefer."""
-    from shd_ref.teacher.study.fidelity import MOST_LOST, recommend
-
-    # Few digits before and after the point, the same power of ten in all rows.
-    largest = max(row.cost for row in results)
-    power = 0 if largest < 1e-9 or largest >= 0.1 else 3 * math.floor(math.log10(largest) / 3)
-
-    def say(value: float, margin: float | None) -> str:
-        return plus_minus(value / 10**power, margin and margin / 10**power, most=4)
+    from shd_ref.teacher.study.forecast import MOST_LOST, recommend
 
     table = narrow_table()
     for name in ("merged by", "weights"):
         table.add_column(name)
-    for name in (f"1 - cosine{f' (1e{power})' * bool(power)}", "above the lowest", "attention\nerror"):
-        table.add_column(name, justify="right")
-    taken, first = recommend(results), results[0]
-    for row in results:
-        above = "lowest" if not row.excess else "indistinguishable" if row.is_tied else None
-        above = above or say(row.excess, row.excess_margin)
-        error = f"{row.attention_error:.3f}"
-        table.add_row(row.plan, row.strategy, say(row.cost, row.margin), above, error, style="bold" * (row is taken))
+    table.add_column("residual", justify="right")
+    advised, first = recommend(results), results[0]
+    for result in results:
+        residual = plus_minus(result.residual, result.margin, most=4)
+        table.add_row(result.plan, result.strategy, residual, style="bold" * (result is advised))
     console.print()
     console.print(table)
-    _say("of the teacher's output with its heads merged in all these layers; ±: 95% over samples")
-    if taken is not first:
-        way = f"--plan {taken.plan} --strategy {taken.strategy}"
+    _say("residual: of the attention output with its heads merged, a mean over layers; ±: 95% over samples")
+    if advised is not first:
+        way = f"--plan {advised.plan} --strategy {advised.strategy}"
         _say(f"{way} keeps more of the teacher than {first.plan} {first.strategy}; training: docs/choose.md")
-    if taken.attention_error > MOST_LOST:
-        error = f"{taken.attention_error:.0%}"
+    if advised.residual > MOST_LOST:
+        error = f"{advised.residual:.0%}"
         _say(f"attention is off by {error}; no student was shown to gain above 52%: take more heads")
-    if all(row.plan != MATCHED for row in results):
+    if all(result.plan != MATCHED for result in results):
         _say("no matched plan was measured: it needs networkx (pip install '.[oracles]' in a checkout) and samples")
         _say("that are not too long together (--calibration-samples)")

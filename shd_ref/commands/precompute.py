@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 from rich.filesize import decimal
 from rich.table import Table
 
+from shd_ref.cache.storage.storage import subfolder
 from shd_ref.commands.options import (
     PLACE,
     InputOptions,
@@ -69,8 +69,8 @@ def precompute(
         student = student if options.plans else None  # else as if its numbers had been given
     heads_given, options = heads_of(student_heads, options, no_attention=no_attention, or_student=True)
     options = inputs.pool(options)
-    from shd_ref.teacher.precompute.engine import precompute as precompute_caches
-    from shd_ref.teacher.precompute.engine import run_here, students_of
+    from shd_ref.teacher.precompute.engine import precompute as precompute_cache
+    from shd_ref.teacher.precompute.engine import run_here
 
     source = inputs.open()
     variants = [replace(options, num_student_heads=heads) for heads in heads_given]
@@ -79,7 +79,7 @@ def precompute(
 
         places = [out] if len(variants) == 1 else [out and f"{out}-{heads}" for heads in heads_given]
         return measure(teacher, inputs, source, list(zip(variants, places, strict=True)), run, student=student)
-    students = students_of(str(out), variants[0], heads_given) if len(variants) > 1 else [(str(out), variants[0])]
+    caches = [subfolder(str(out), f"heads-{heads}") for heads in heads_given] if len(variants) > 1 else [str(out)]
     runs: Engine = run_here
     if engine == "ray":
         from shd_ref.teacher.precompute.ray_engine import RayEngine
@@ -87,21 +87,21 @@ def precompute(
         runs = RayEngine(workers)
     with show_progress("inputs read", "samples") as (on_read, on_progress):
         opened = source if engine == "local" else inputs.absolute().open  # every actor opens them itself
-        summaries = precompute_caches(
-            teacher, opened, students, run, engine=runs, on_read=on_read, on_progress=on_progress
-        )
+        summaries = [
+            precompute_cache(teacher, opened, cache, one, run, engine=runs, on_read=on_read, on_progress=on_progress)
+            for cache, one in zip(caches, variants, strict=True)
+        ]
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
     following = []  # none while shards are missing
     if not any(summary.missing_shards for summary in summaries):
         others = [word for path in variants[0].with_teachers for word in ("--with-teacher", str(path))]
         words = ["--teacher", str(teacher), *others, *option_words(inputs)]
-        following = [shlex.join(["shd", "verify", str(cache), *words]) for cache, _ in students]
+        following = [shlex.join(["shd", "verify", str(cache), *words]) for cache in caches]
     for summary in summaries:
         console.print(_summary_table(summary))
     for command in following or ["the other parts; the last one seals the cache (separate folders: shd merge)"]:
         console.say(f"next: {command}")
-    documents = [vars(summary) | {"next": following} for summary in summaries]
-    return [{name: value for name, value in members.items() if name != "alphas"} for members in documents]
+    return [vars(summary) | {"next": following} for summary in summaries]
 
 
 def _read_student(
@@ -135,15 +135,8 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
     if summary.skipped:
         why = ": the teacher gave NaN; their receipts name them"
         table.add_row("skipped", marked(str(summary.skipped), "bold red", why))
-    if summary.supplied:
-        table.add_row("fed beside", summary.supplied)
     ratio = summary.float32_bytes / max(summary.coded_bytes, 1)
     table.add_row("stored", f"{decimal(summary.coded_bytes)}, {ratio:.1f}x smaller than in float32")
-    alphas = summary.alphas
-    if alphas.size:
-        low, middle, high = np.quantile(alphas, [0.05, 0.5, 0.95])
-        table.add_row("alpha", f"median {middle:.3f}, 90% in [{low:.3f}, {high:.3f}], of {alphas.size}")
-        table.add_row("clipped", f"{summary.num_clipped} outside [0, 1]; {summary.num_degenerate} without preference")
     comparison = summary.comparison
     if comparison is not None:
         constant = f"constant merge {comparison.constant_residual:.4f} (of {summary.compared_samples} samples)"

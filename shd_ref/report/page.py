@@ -23,7 +23,6 @@ from shd_ref.cache import Attention, CacheReader, Manifest, SampleRecord, list_c
 from shd_ref.errors import ShdError
 from shd_ref.merging.plans import MergePlan, merge_plan, merge_pool, plan_groups
 from shd_ref.report.facts import listing_facts
-from shd_ref.teacher.run.reading import AttentionReader
 from shd_ref.teacher.sources import Arrays, Source
 from shd_ref.teacher.study.recheck import rerun_teacher
 
@@ -126,13 +125,13 @@ def read_evidence(
     work = rerun_teacher(reader, teacher, inputs, provider=provider)
     index_of = {work.inputs.key(index): index for index in reversed(range(len(work.inputs)))}
     example = choose_example(reader, index_of)
-    attention = AttentionReader(work.graph.model, [site for _, site in work.graph.layers], provider=provider)
     batch = work.inputs.batch([index_of[example]])  # alone: without padding, so that the maps are its own
     shapes = form.map_shapes(reader.read(example, (), **_ALONE).extent)
     maps = {}
     for number, (student_layer, _) in enumerate(work.graph.layers):
         rows, columns = shapes[number]
-        maps[student_layer] = attention.read_values(number, batch)[0][0, :, :rows, :columns]
+        ((_, probs, _),) = work.read_maps(number, [batch])
+        maps[student_layer] = probs[0, :, :rows, :columns]
     return Evidence(example, maps)
 
 

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from shd_ref.teacher.precompute.engine import PrecomputeSummary as PrecomputeSummary
     from shd_ref.teacher.rewrite.function import MergeRule as MergeRule
     from shd_ref.teacher.rewrite.squeeze import SqueezedGraph as SqueezedGraph
-    from shd_ref.teacher.rewrite.squeeze import replace_attention as replace_attention
     from shd_ref.teacher.rewrite.squeeze import squeeze_graph as squeeze_graph
     from shd_ref.teacher.run.inputs import ModelInputs as ModelInputs
-    from shd_ref.teacher.run.reading import AttentionReader as AttentionReader
     from shd_ref.teacher.sentence_folder import Pooling as Pooling
     from shd_ref.teacher.sentence_folder import read_pooling as read_pooling
     from shd_ref.teacher.session import open_session as open_session
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
     from shd_ref.teacher.sources import Row as Row
     from shd_ref.teacher.sources import Source as Source
     from shd_ref.teacher.sources import open_source as open_source
-    from shd_ref.teacher.study.fidelity import Fidelity as Fidelity
-    from shd_ref.teacher.study.fidelity import measure_fidelity as measure_fidelity
+    from shd_ref.teacher.study.forecast import Fidelity as Fidelity
     from shd_ref.teacher.study.forecast import forecast_cache as forecast_cache
     from shd_ref.teacher.study.recheck import recheck_records as recheck_records
 
@@ -53,14 +50,12 @@ _ROOMS = {
     "precompute.compare": ("compare_with_reference",),
     "precompute.engine": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),
-    "rewrite.squeeze": ("SqueezedGraph", "replace_attention", "squeeze_graph"),
+    "rewrite.squeeze": ("SqueezedGraph", "squeeze_graph"),
     "run.inputs": ("ModelInputs",),
-    "run.reading": ("AttentionReader",),
     "session": ("open_session",),
     "sources": ("ArraySource", "IndexedSource", "Row", "Source", "open_source"),
     "sentence_folder": ("Pooling", "read_pooling"),
-    "study.fidelity": ("Fidelity", "measure_fidelity"),
-    "study.forecast": ("forecast_cache",),
+    "study.forecast": ("Fidelity", "forecast_cache"),
     "study.recheck": ("recheck_records",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

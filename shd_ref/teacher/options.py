@@ -99,13 +99,12 @@ def one_of(choices: Sequence[str]) -> Parameter:
     return Parameter.combine(read_by(lambda _, text: text, metavar if len(metavar) <= _LONGEST else "WORD"), shown)
 
 
-def at_least(least: int, most: int | None = None) -> Parameter:
+def at_least(least: int) -> Parameter:
     """An option of a whole number; cyclopts by itself rounds others."""
 
     def read(option: str, text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= (int(text) if most is None else most):
-            limits = f"from {least}" + (f" to {most}" if most is not None else "")
-            raise ValueError(f"{option} must be a whole number {limits}; got {text}")
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"{option} must be a whole number from {least}; got {text}")
         return int(text)
 
     return read_by(read, "N")
@@ -393,7 +392,7 @@ class PlanOptions:
     samples: Annotated[int, FROM_1] = 8
     read_bandwidth: float = 500.0
     max_error: float = 0.01
-    fidelity_samples: Annotated[int, FROM_0] = 32
+    fidelity_samples: Annotated[int, FROM_0] = 16
 
     @property
     def bandwidth(self) -> float:

@@ -72,8 +72,8 @@ def prepare_training(run: Run, samples: int | None = None) -> TrainingConfig:
 def _write_cache(run: Run, rows: Sequence[Row], options: PrecomputeOptions, name: str, what: str) -> Path:
     """The teacher's outputs for samples; resumes an interrupted run."""
     folder, tell = run.folder / name, run.tell(what)
-    students = [(folder, options)]
-    precompute(run.graphs / MAPS, row_source(rows), students, on_progress=lambda done, total, _: tell(done, total))
+    source = row_source(rows)
+    precompute(run.graphs / MAPS, source, folder, options, on_progress=lambda done, total, _: tell(done, total))
     return folder
 
 

@@ -128,7 +128,7 @@ WITHOUT = {
     "scipy.optimize": ("", f"from shd_ref import diagnose; diagnose({SQUEEZED}, 2)", "oracles"),
     **{
         package: ("onnx", f"from shd_ref.teacher import open_source; open_source('data.{suffix}')", "inputs")
-        for package, suffix in (("pyarrow", "parquet"), ("pyarrow.ipc", "arrow"), ("safetensors", "safetensors"))
+        for package, suffix in (("pyarrow", "parquet"), ("pyarrow.ipc", "arrow"))
     },
     **dict.fromkeys(("onnx", "onnx_ir"), ("", "from shd_ref.teacher import find_sites", "teacher")),
     "onnxruntime": ("onnx", "from shd_ref.teacher import open_session; open_session(b'')", "teacher"),
@@ -146,7 +146,7 @@ WITHOUT = {
 def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path) -> None:
     needed, code, extra = WITHOUT[package]
     pytest.importorskip({"cache": "xxhash"}.get(needed, needed or "numpy"), reason="this part has other needs too")
-    for name in ("data.parquet", "data.arrow", "data.safetensors"):
+    for name in ("data.parquet", "data.arrow"):
         (tmp_path / name).touch()
     lines = ["import os, numpy as np", f"os.chdir({str(tmp_path)!r})", f"sys.path.append({str(ROOT / 'tests')!r})"]
     lines += ["from shd_ref import ShdError", "try:", f"    {code}", "except ShdError as error:"]

@@ -11,19 +11,18 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.attention_graphs import encoder_layer, vector_samples
+from support.attention_graphs import encoder_layer, read_site, vector_samples
 from support.commands import shd
 from support.makers import ALONE, FORMS, OTHER_PLAN, PLAN, job, write_cache
 from support.refusals import refusal
 
 pytest.importorskip("jinja2", reason="the report is a jinja2 template")
 
-from support.students import precompute
-
 from shd_ref import squeeze_heads
 from shd_ref.cache import CacheReader, Matching
 from shd_ref.report.page import read_content, read_evidence, render_page
-from shd_ref.teacher import AttentionReader, ModelInputs, PrecomputeOptions, RunOptions, find_sites, input_specs
+from shd_ref.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
 
 NUM_SAMPLES, LENGTH = 9, 12
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}$\\frac{a}{b}$"
@@ -122,8 +121,7 @@ def test_with_the_teacher_it_shows_what_was_merged(made: Path, tmp_path: Path) -
     reader = CacheReader(made / "cache")
     evidence = read_evidence(reader, made / "teacher.onnx", make_inputs())
     record, model = reader.read(evidence.example), onnx.load(made / "teacher.onnx")
-    samples = ModelInputs(make_inputs(), input_specs(model), "mask")
-    maps, outputs = AttentionReader(model, find_sites(model)).read(0, samples.batch([record.index]))
+    maps, outputs = read_site(model, {name: array[record.index][None] for name, array in make_inputs().items()})
     size = record.length
     np.testing.assert_array_equal(evidence.maps[0], maps[0, :, :size, :size])
     merged = squeeze_heads(maps[..., :size, :size], outputs[:, :, :size], 2).probs[0]

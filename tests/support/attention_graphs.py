@@ -9,7 +9,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from shd_ref.teacher import AttentionSite, find_sites
+from shd_ref import value_outputs
+from shd_ref.teacher import AttentionSite, find_sites, open_session, projection_of
 
 IR_VERSION = 9  # of the oldest onnxruntime that the project supports
 
@@ -336,6 +337,15 @@ def run_session(session: Any, feeds: Mapping[str, NDArray[Any]]) -> dict[str, ND
     """All outputs of a session by name."""
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def read_site(model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]], layer: int = 0) -> tuple[Any, Any]:
+    """A site's maps ``(B, H, L, S)`` and value outputs, straight from onnxruntime."""
+    site, whole = find_sites(model)[layer], onnx.ModelProto()
+    whole.CopyFrom(model)
+    whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in (site.probs, site.values))
+    probs, values = open_session(whole, num_threads=1).run([site.probs, site.values], dict(feeds))
+    return probs, value_outputs(values, projection_of(site))
 
 
 def saved(model: onnx.ModelProto, folder: Path, name: str = "teacher.onnx") -> Path:

@@ -12,11 +12,11 @@ from support.refusals import refusal
 pytest.importorskip("cyclopts", reason="the commands need cyclopts")
 
 from support.commands import shd
-from support.students import precompute
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, select_sites
+from shd_ref.teacher.precompute.engine import precompute
 
 FOUR = find_sites(bare_attention(2, num_layers=4))
 

@@ -118,7 +118,7 @@ class VitS:
         options = PrecomputeOptions(
             num_student_heads=3, num_student_layers=settings["student"]["layers"], logits="float16"
         )
-        precompute(graph, Pixels(self.images), [(place, options)])
+        precompute(graph, Pixels(self.images), place, options)
         return place
 
     def train(self, arm: Arm, seed: int) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -13,8 +13,8 @@ from shd_ref.errors import graph_unsupported, need
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.inputs import Layout, Shapes, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
-from shd_ref.teacher.graph.walk import Logits
-from shd_ref.teacher.opening.model import fixed_input, ir, onnx
+from shd_ref.teacher.graph.walk import before_rounding, is_value_product, operands, repeat_chain, trace_back
+from shd_ref.teacher.opening.model import fixed_input, ir, kinds, onnx
 from shd_ref.teacher.options import PrecomputeOptions
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
@@ -23,7 +23,30 @@ MASKED: Final = -1e3
 _FOLDED: Final[dict[Layout | None, Layout]] = {"batch-heads": "batch-folded", "heads-batch": "heads-folded"}
 _UNFOLDED: Final = {folded: split for split, folded in _FOLDED.items()}
 
+_PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
+_ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub Tanh Transpose Where")
+
 Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass
+class Logits:
+    """``softmax(scale * multipliers * Q K^T + addends)``, as it was read."""
+
+    product: ir.Node | None = None
+    queries: ir.Value | None = None
+    keys: ir.Value | None = None
+    wide: tuple[str, str] = ("", "")  # their names before rounding
+    repeats: tuple[ir.Node, ...] = ()  # operators that repeat the keys' heads
+    scale: float = 1.0
+    multipliers: list[tuple[str, ir.Value]] = field(default_factory=list)
+    addends: list[tuple[float, ir.Value]] = field(default_factory=list)
+    fills: list[tuple[float, ir.Value]] = field(default_factory=list)
+    conditions: list[tuple[bool, ir.Value]] = field(default_factory=list)  # under which a logit stays
+    softcap: float | None = None
+    capped: tuple[int, int] | None = None  # addends and conditions that act behind the softcap
+    sinks: bool = False
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +115,7 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     Masks are told from biases by their numbers, in one probe run with tiny inputs that mask nothing: a mask adds
     zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are refused.
     """
-    read = [site.walk.read if site.supported else None for site in sites]
+    read = [read_site(site) if site.supported else None for site in sites]
     names = {site.probs for site in sites if site.supported and site.probs}
     masks: set[str] = set()
     for logits in (one for one in read if one is not None):
@@ -105,6 +128,75 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
         _factors(site, logits, arrays, shapes, next((name for name in chain if len(shapes[name]) > 2), site.logits))
         for site, logits, chain in zip(sites, read, shaped, strict=True)
     )
+
+
+def read_site(site: AttentionSite) -> Logits | None:
+    """What leads to a site's softmax; None where its map is none."""
+    return None if site.walk.logits is None else read_logits(site.walk.logits, is_value_product, _PASSING)
+
+
+def read_logits(value: ir.Value | None, is_product: Callable[[ir.Node], bool], passing: frozenset[str]) -> Logits:
+    """Read what leads to a softmax back to ``Q K^T``, or to a head's logits back to its product."""
+    logits = Logits()
+
+    def leads_to_product(value: ir.Value | None) -> bool:
+        return trace_back(value, _ARITHMETIC, is_product) is not None
+
+    while logits.reason is None:
+        node = None if value is None else value.producer()
+        if node is None or not leads_to_product(value):
+            logits.reason = "its logits come from no product of queries and keys"
+        elif is_product(node):
+            logits.product, (logits.queries, logits.keys) = node, operands(node)
+            logits.wide = str(before_rounding(logits.queries).name), str(before_rounding(logits.keys).name)
+            logits.repeats = repeat_chain(logits.keys)
+            break
+        else:
+            inputs = [source for source in node.inputs if source is not None]
+            sides = [source for source in inputs if leads_to_product(source)]
+            value = _step_back(node, inputs, sides, logits, passing)
+    return logits
+
+
+def _step_back(
+    node: ir.Node, inputs: list[ir.Value], sides: list[ir.Value], logits: Logits, passing: frozenset[str]
+) -> ir.Value | None:
+    """Take one operator into account; its input on the side of the product."""
+    others = [value for value in inputs if value not in sides]
+    if node.op_type == "Sub" and len(sides) == 2:
+        maximum = sides[1].producer()
+        if maximum is not None and maximum.op_type == "ReduceMax":
+            return sides[0]  # a softmax made safe by hand, which changes nothing
+    if len(sides) != 1:
+        logits.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
+        return None
+    side, is_first = sides[0], inputs[0] is sides[0]
+    if node.op_type in passing:
+        pass
+    elif node.op_type == "Mul" or (node.op_type == "Div" and is_first):
+        fixed = None if others[0].const_value is None else others[0].const_value.numpy()
+        if fixed is None or fixed.size != 1:
+            logits.multipliers.append((node.op_type, others[0]))
+        else:
+            number = float(fixed.astype(np.float64).reshape(()))
+            logits.scale = logits.scale * number if node.op_type == "Mul" else logits.scale / number
+    elif node.op_type == "Add" or (node.op_type == "Sub" and is_first):
+        logits.addends.append((logits.scale if node.op_type == "Add" else -logits.scale, others[0]))
+    elif node.op_type == "Where" and not is_first:
+        logits.fills.append((logits.scale, next(value for value in inputs[1:] if value is not side)))
+        logits.conditions.append((inputs[1] is side, inputs[0]))
+    elif node.op_type == "Max":
+        logits.fills.extend((logits.scale, value) for value in others)
+    elif node.op_type == "Tanh":
+        if logits.softcap is not None or logits.multipliers:
+            logits.reason = "its logits are bounded in a way that is not a softcap"
+        logits.softcap = logits.scale
+        logits.capped = len(logits.addends), len(logits.conditions)
+    elif node.op_type == "Concat" and node.attributes.get_int("axis") in (-1, 3):
+        logits.sinks = True
+    else:
+        logits.reason = f"its logits pass through {node.op_type}"
+    return side
 
 
 def _computed(values: Iterable[ir.Value | None]) -> set[str]:
@@ -206,3 +298,13 @@ def _layout(site: AttentionSite, map_rank: int, product_rank: int) -> Layout | N
     if map_rank == product_rank:
         return site.layout
     return (_UNFOLDED if product_rank > map_rank else _FOLDED).get(site.layout)  # type: ignore[arg-type]
+
+
+def condition_of(value: ir.Value, scale: float) -> tuple[bool, ir.Value] | None:
+    """The condition that chooses between 0 and a number far below it, and whether rows see keys where it is True."""
+    node = value.producer()
+    if node is None or node.op_type != "Where" or node.inputs[0] is None:
+        return None
+    numbers = [fixed_input(node, slot) for slot in (1, 2)]
+    seen = [None if number is None or number.size != 1 else bool(scale * number.item() == 0) for number in numbers]
+    return (seen[0], node.inputs[0]) if seen in ([True, False], [False, True]) and seen[0] is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from shd_ref.cache.forms.attention import KINDS, KindLayers
 from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
 from shd_ref.layers import layer_map
-from shd_ref.teacher.graph.independence import Finding, probe_samples
 from shd_ref.teacher.graph.inputs import InputSpec, Shapes, probe_tensors
 from shd_ref.teacher.graph.measure import Measure, describe_contradiction, measure_site, static_shapes
 from shd_ref.teacher.graph.walk import Walk, ancestors, walk_graph
@@ -26,7 +25,7 @@ _LARGEST_WEIGHT: Final = 1e15
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSite(Measure, Finding):
+class AttentionSite(Measure):
     """One attention block of a teacher graph, with H heads.
 
     Attributes:
@@ -47,9 +46,6 @@ class AttentionSite(Measure, Finding):
         row_sums: ``"one"``, or ``"at_most_one"`` where attention sinks take part of a row's mass (MAP-9).
         output_projection: W_o ``(H * d_v, D)``, rows in head order, float32 or float64.
         supported, reason: whether ``squeeze_graph`` can squeeze this site; why not, and what to do about it.
-        note: of a supported site, what a probe run could not show: that its maps are those of single samples.
-        row_inputs, key_inputs: of a supported site, the graph's inputs with a position for every row, and for every
-            column of the map; None where no probe run told.
     """
 
     layer: int
@@ -65,6 +61,7 @@ class AttentionSite(Measure, Finding):
     cross: bool | None = None
     row_sums: str = "one"
     supported: bool = False
+    reason: str | None = None
 
     @property
     def label(self) -> str:
@@ -76,8 +73,8 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
     """Every attention site of a graph, in the order in which data flows; an unsupported one has its ``reason``.
 
     Shapes come from ONNX shape inference; where that leaves the heads undecided, one probe run with tiny inputs
-    measures them. A few more such runs show that the maps are those of single samples. A softmax that never meets a
-    product (a classifier's, a router's) is not a site.
+    measures them. A softmax that never meets a product (a classifier's, a router's) is not a site. Whether the maps
+    are those of single samples, precompute finds on its data.
 
     Args:
         model: a graph without local functions, see ``load_teacher``; not changed.
@@ -110,15 +107,7 @@ def find_sites(model: onnx.ModelProto) -> tuple[AttentionSite, ...]:
         if reason is None:
             reason = _why_unfit(measure) if measure else probe_error or describe_contradiction(walk, shapes)
         sites.append(_site(layer, name, walk, measure, reason))
-    # Without those whose maps are not of single samples, or no distributions.
-    maps = {site.probs: (site.layout, site.num_heads or 1, site.row_sums) for site in sites if site.supported}
-    findings = probe_samples(model, maps) if maps else {}
-    judged = []
-    for site in sites:
-        finding = findings.get(site.probs, Finding()) if site.supported else Finding()
-        reason = site.reason or finding.reason
-        judged.append(replace(site, supported=reason is None, **(vars(finding) | {"reason": reason})))
-    return tuple(judged)
+    return tuple(sites)
 
 
 def _why_unfit(measure: Measure) -> str | None:

@@ -182,13 +182,6 @@ def with_fixed(specs: Sequence[InputSpec], batch: int | None, length: int | None
     return tuple(replace(spec, shape=tuple(shapes[spec.name])) for spec in specs)
 
 
-def batch_axes(specs: Sequence[InputSpec], sizes: InputSizes) -> dict[str, int | None]:
-    """Which axis of every input counts samples, by its name; None for an input that all samples share."""
-    growing = sizes.growing(specs, "batch")
-    fixed = {spec.name: 0 if len(spec.shape) > 1 and spec.shape[0] == sizes.batch else None for spec in specs}
-    return {spec.name: next(iter(growing[spec.name]), fixed[spec.name]) for spec in specs}
-
-
 _SAME_NUMBERS: Final = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _SAME_ROWS: Final = frozenset({"Cast", "DequantizeLinear", "Identity"})
 _GATHERS: Final = frozenset({"Gather", "GatherBlockQuantized"})
@@ -274,12 +267,9 @@ def probe_tensors(
     return {name: held[name] for name in names}, {name: tuple(held[name + _SHAPE].tolist()) for name in shapes}
 
 
-def probe_feeds(
-    specs: Sequence[InputSpec], sizes: InputSizes, *, samples: Sequence[int] | None = None, largest: int = 1
-) -> dict[str, NDArray[Any]]:
-    """Inputs that a graph can run on: masks of ones, an empty past; data by ``samples``, or all alike."""
-    sizes = sizes.fitted(specs)
-    shapes, axes = sizes.shapes(specs), batch_axes(specs, sizes)
+def probe_feeds(specs: Sequence[InputSpec], sizes: InputSizes, *, largest: int = 1) -> dict[str, NDArray[Any]]:
+    """Inputs that a graph can run on: masks of ones, an empty past, and data that are all alike."""
+    shapes = sizes.fitted(specs).shapes(specs)
     feeds: dict[str, NDArray[Any]] = {}
     for spec in specs:
         shape, dtype = shapes[spec.name], np.dtype(spec.dtype)
@@ -287,27 +277,10 @@ def probe_feeds(
             feeds[spec.name] = np.broadcast_to(np.arange(shape[-1]) * min(largest, 1), shape).astype(dtype)
         elif spec.part == "branch":
             feeds[spec.name] = np.zeros(shape, dtype)
-        elif samples is None or spec.part == "mask":
+        else:
             value = largest if dtype.kind in "iu" and spec.part in ("data", "types") else 1
             feeds[spec.name] = np.full(shape, value, dtype)
-        else:
-            feeds[spec.name] = _drawn(spec, shape, axes[spec.name], samples, largest)
     return feeds
-
-
-def _drawn(
-    spec: InputSpec, shape: tuple[int, ...], batch_axis: int | None, samples: Sequence[int], largest: int
-) -> NDArray[Any]:
-    def draw(sample: int, size: tuple[int, ...]) -> NDArray[Any]:
-        rng = np.random.default_rng([sample, *spec.name.encode()])
-        kind = np.dtype(spec.dtype).kind
-        array = rng.normal(size=size) if kind == "f" else rng.integers(0, min(largest, 1), size, endpoint=True)
-        return array.astype(spec.dtype)
-
-    if batch_axis is None:
-        return draw(0, shape)
-    rest = shape[:batch_axis] + shape[batch_axis + 1 :]
-    return np.stack([draw(sample, rest) for sample in samples[: shape[batch_axis]]], axis=batch_axis)
 
 
 class BoundError(ShdError):
@@ -362,13 +335,6 @@ class Probe:
                 f"the graph does not run on a probe of batch {self.sizes.batch} and length {self.sizes.length} "
                 f"({failure}): {_remedy(self.specs)}"
             )
-
-    def is_frozen_inside(self) -> bool:
-        """Whether the constants fix the length while the inputs leave it open: a longer sample does not run."""
-        sequences = [spec for spec in self.specs if spec.part != "past" and len(spec.shape) > 1]
-        if self.frozen_length is None or all(isinstance(spec.shape[1], int) for spec in sequences):
-            return False
-        return self._try(InputSizes(self.sizes.batch, self.frozen_length + 1))[1] is not None
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The tensors by name, shapes by a longer one, on inputs of ``probe_feeds``; raises what onnxruntime does."""

@@ -114,20 +114,11 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
 
 def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
     """Why a site with known sizes has no measure, and what to do about it."""
-    sizes = {
-        name: list(shapes.get(str(value.name), ()))
-        for name, value in (("map", walk.probs), ("values", walk.values), ("outputs", walk.context))
-        if value is not None
-    }
-    probs, context = sizes.get("map", []), sizes.get("outputs", [])
-    listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    why = f"the number of heads cannot be determined from its sizes ({listed})"
-    if len(context) > 4:
-        why = f"its map has {len(probs)} axes {probs}, as of windows of an image, and not 4, or 3 of heads joined"
-    elif probs[:-2] != context[:-2]:
-        why = f"its map {probs} is one for several samples or heads, whose outputs are {context}"
+    named = (("map", walk.probs), ("values", walk.values), ("outputs", walk.context))
+    sizes = ", ".join(f"{name} {list(shapes.get(str(value.name), ()))}" for name, value in named if value is not None)
     return (
-        f"{why}: select other sites (--sites), or take a teacher of one map a head, whose projection reads all heads"
+        f"the number of heads cannot be determined from its sizes ({sizes}), as where several windows or samples "
+        "share a map: select other sites (--sites), or take a teacher of one map a head, all of them projected"
     )
 
 

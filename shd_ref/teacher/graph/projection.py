@@ -10,17 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shd_ref.teacher.opening.model import (
-    ADDING_OPS,
-    LAYOUT_OPS,
-    MOVING_OPS,
-    NORMS,
-    PRODUCTS,
-    SCALING_OPS,
-    SIZE_OPS,
-    fixed_input,
-    ir,
-)
+from shd_ref.teacher.opening.model import ADDING_OPS, LAYOUT_OPS, MOVING_OPS, PRODUCTS, SIZE_OPS, fixed_input, ir
 
 
 @dataclass(frozen=True)
@@ -332,37 +322,14 @@ def _multiply(node: ir.Node, place: int, reading: _Linear) -> _Linear | None:
 
 
 def _describe_bends(bends: list[ir.Node]) -> str:
-    met = {node.op_type for node in bends}
-    between = f" (they go to {', '.join(sorted(met))})"
-    scales = [node for node in bends if node.op_type in SCALING_OPS]
-    fed = next((name for node in bends if (name := _fed_weight(node)) is not None), None)
-    if not met:
+    if not bends:
         return (
             "the heads' outputs are results of the graph and reach no weight, so there is no output projection: "
-            "export the model up to and including that of the attention block"
+            "export the model up to and including that of the attention block, with its weights inside"
         )
-    if met & NORMS:
-        why = f"a norm stands between the heads' outputs and their projection{between}"
-    elif any(all(one is None or one.const_value is None for one in node.inputs) for node in scales):
-        why = f"the heads' outputs are multiplied by a computed tensor, such as a gate, first{between}"
-    elif fed is not None:
-        return (
-            f"the weight of its output projection is an input of the graph ({fed}): export it with its weights inside"
-        )
-    else:
-        why = f"the heads' outputs reach no constant weight before other operators change them{between}"
+    between = ", ".join(sorted({node.op_type for node in bends}))
     return (
-        f"{why}, so the attention output is not the sum of what the heads give: choose other layers (--sites), or "
-        "export a model without it"
+        f"the heads' outputs reach no constant weight before other operators change them (they go to {between}), so "
+        "the attention output is not the sum of what the heads give: choose other layers (--sites), or export a "
+        "model without a norm or a gate there, with its weights inside"
     )
-
-
-def _fed_weight(node: ir.Node) -> str | None:
-    """Name of the graph's input that a product multiplies by, past operators that only move its numbers."""
-    for value in node.inputs if node.op_type in (*PRODUCTS, "Gemm") else ():
-        source = value
-        while source is not None and (producer := source.producer()) is not None and producer.op_type in LAYOUT_OPS:
-            source = producer.inputs[0]
-        if source is not None and source.is_graph_input():
-            return source.name
-    return None

@@ -6,24 +6,24 @@ tensor enters the block: ``hidden_states[k]`` of Hugging Face.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from shd_ref.cache.forms.exact import TeacherHead
 from shd_ref.errors import argument_value, graph_unsupported, need
+from shd_ref.teacher.graph.factors import Logits, read_logits
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.projection import product_weight
-from shd_ref.teacher.graph.walk import FLOATS, Logits, ancestors, read_logits
+from shd_ref.teacher.graph.walk import FLOATS, ancestors
 from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, fixed_input, ir, onnx, read_graph
 from shd_ref.teacher.options import PrecomputeOptions
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
 """Outputs that exporters name after what leaves the last block; of a decoder beside an encoder only the first."""
 
-_LOGITS: Final = "logits"
 _RESIDUAL: Final = frozenset({"Add", "Sum", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
 _BEHIND_HEAD: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})  # a bias, a scale, a soft cap
 
@@ -37,29 +37,23 @@ class GraphHead:
     head: TeacherHead
 
 
+LOGITS: Final = "logits"
+POOLED: Final = "pooled"
+LAST_ROLE: Final = "last"
+"""Roles of targets: logits, the states that embeddings are pooled from, those that the head reads."""
+
+
+def hidden_role(layer: int) -> str:
+    """The role of the state that enters block k, or leaves the last."""
+    return f"hidden-{layer}"
+
+
 @dataclass(frozen=True)
 class TargetTensors:
-    """Tensors that become outputs beside attention; hidden state k enters block k, and the last leaves it.
+    """Names of tensors that become outputs next to attention, by role, and the head that reads the last states."""
 
-    ``pooled`` holds the states that embeddings are made of, ``last`` those that ``head`` reads.
-    """
-
-    logits: str | None = None
-    hidden: tuple[tuple[int, str], ...] = ()
-    pooled: str | None = None
-    last: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
     head: GraphHead | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.titles)
-
-    @property
-    def titles(self) -> dict[str, str]:
-        """What each of these tensors is, by its name."""
-        titles = {} if self.logits is None else {self.logits: "the teacher's logits"}
-        titles |= {} if self.pooled is None else {self.pooled: "what embeddings are pooled from"}
-        titles |= {} if self.last is None else {self.last: "the states that its head reads"}
-        return titles | {name: f"hidden state {layer}" for layer, name in self.hidden}
 
 
 def choose_targets(
@@ -107,15 +101,18 @@ def find_targets(
         of_decoder: whether the sites are a decoder's, beside an encoder.
     """
     graph, layers = read_graph(model), sorted(set(hidden))
-    states = _find_hidden(graph, sites, layers, LAST_STATES[: 1 if of_decoder else 2]) if layers else ()
-    last = _last_state(graph, LAST_STATES) if pooled else None
-    if pooled and last is None:
+    names = {LOGITS: _find_logits(graph, output)} if logits else {}
+    if layers:
+        states = _find_hidden(graph, sites, layers, LAST_STATES[: 1 if of_decoder else 2])
+        names |= {hidden_role(layer): state for layer, state in zip(layers, states, strict=True)}
+    if pooled:
+        last = _last_state(graph, LAST_STATES)
         rule = f"be pooled from an output named {' or '.join(LAST_STATES)}"
         got = f"{', '.join(str(value.name) for value in graph.outputs)}: export the encoder so"
-        need(False, "graph-unsupported", "embeddings", rule, got, spec_id="CACHE-181")
+        need(last is not None, "graph-unsupported", "embeddings", rule, got, spec_id="CACHE-181")
+        names[POOLED] = str(last)
     head = _find_head(graph, _find_logits(graph, output, _LAST_NEEDS)) if exact else None
-    read = None if head is None else head.states
-    return TargetTensors(_find_logits(graph, output) if logits else None, states, last, read, head)
+    return TargetTensors(names | ({} if head is None else {LAST_ROLE: head.states}), head)
 
 
 def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:
@@ -123,7 +120,7 @@ def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: Ta
     if sites:
         return sites[0].dtype or "float32"
     values = (*model.graph.output, *model.graph.value_info)
-    kinds = {value.type.tensor_type.elem_type for value in values if value.name in targets.titles} & {*FLOATS}
+    kinds = {value.type.tensor_type.elem_type for value in values if value.name in targets.names.values()} & {*FLOATS}
     return str(ir.DataType(min(kinds)).numpy().name) if len(kinds) == 1 else "float32"
 
 
@@ -137,8 +134,8 @@ def _find_logits(graph: ir.Graph, output: str | None, argument: str = "logits") 
         rule = f"name an output of real numbers of the graph, one of {', '.join(outputs)}"
         need(output in outputs, "argument-value", "logits_output", rule, repr(output))
         return output
-    if _LOGITS in outputs:
-        return _LOGITS
+    if LOGITS in outputs:
+        return LOGITS
     # Queries, keys and maps have four axes; a hidden state that was exported has its own name.
     ranks = {name: None if value.shape is None else len(value.shape) for name, value in outputs.items()}
     fitting = [name for name, rank in ranks.items() if rank in (None, 2, 3) and "hidden" not in name]
@@ -152,7 +149,7 @@ def _find_logits(graph: ir.Graph, output: str | None, argument: str = "logits") 
 
 def _find_hidden(
     graph: ir.Graph, sites: Sequence[AttentionSite], layers: Sequence[int], last_states: Sequence[str]
-) -> tuple[tuple[int, str], ...]:
+) -> list[str]:
     count = len(sites)
     if not count:
         raise graph_unsupported(
@@ -167,14 +164,13 @@ def _find_hidden(
         state = _last_state(graph, last_states) if layer == count else _entering_state(sites[layer])
         if state is None:
             raise graph_unsupported(_advice(layer, count, sites))
-        states.append((layer, state))
-    names = [name for _, name in states]
-    if len(set(names)) != len(names):
+        states.append(state)
+    if len(set(states)) != len(states):
         raise graph_unsupported(
             f"hidden states of layers {', '.join(map(str, layers))} must be different tensors, but their attention "
             "sites share a block: ask for fewer layers"
         )
-    return tuple(states)
+    return states
 
 
 def _advice(layer: int, count: int, sites: Sequence[AttentionSite]) -> str:
@@ -194,7 +190,7 @@ def _last_state(graph: ir.Graph, last_states: Sequence[str]) -> str | None:
     """The output of such a name, or else what the head multiplies, before a scale that is one number (as of T5)."""
     outputs = {value.name: value for value in graph.outputs if value.name}
     named = next((name for name in last_states if name in outputs), None)
-    read = None if named is not None or _LOGITS not in outputs else _read_head(graph, _LOGITS)
+    read = None if named is not None or LOGITS not in outputs else _read_head(graph, LOGITS)
     if read is None or read.product is None or read.product.op_type not in PRODUCTS:
         return named
     states = (one for one in (read.queries, read.keys) if one is not None and one.const_value is None)

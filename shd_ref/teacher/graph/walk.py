@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from shd_ref.errors import graph_invalid
 from shd_ref.teacher.graph.inputs import InputSpec
 from shd_ref.teacher.graph.projection import NO_PROJECTION, Projection, follow_to_projection, product_weight
-from shd_ref.teacher.graph.spellings import Quotient, Spelling, gives_map, read_map, read_quotient
 from shd_ref.teacher.opening.model import (
     ADDING_OPS,
     CONTRIB_DOMAIN,
@@ -39,28 +38,6 @@ _FLOAT_FORM: Final = "use the float or the QDQ form of the model"
 _EAGER: Final = "re-export with eager attention, so that the graph holds MatMul(Softmax(logits), values)"
 _SCORE_CARRIERS: Final = LOGIT_OPS | {"Abs", "Exp", "Pow", "Relu", "Sigmoid", "Softmax", "Softplus"}
 """Between ``Q K^T`` and what is divided by its sum."""
-_PASSING: Final = frozenset({"Cast", "DequantizeLinear", "Flatten", "Identity", "QuantizeLinear", "Reshape"})
-_ARITHMETIC: Final = _PASSING | kinds("Add Clip Concat Div Max Mul ReduceMax Sub Tanh Transpose Where")
-
-
-@dataclass
-class Logits:
-    """``softmax(scale * multipliers * Q K^T + addends)``, as it was read."""
-
-    product: ir.Node | None = None
-    queries: ir.Value | None = None
-    keys: ir.Value | None = None
-    wide: tuple[str, str] = ("", "")  # their names before rounding
-    repeats: tuple[ir.Node, ...] = ()  # operators that repeat the keys' heads
-    scale: float = 1.0
-    multipliers: list[tuple[str, ir.Value]] = field(default_factory=list)
-    addends: list[tuple[float, ir.Value]] = field(default_factory=list)
-    fills: list[tuple[float, ir.Value]] = field(default_factory=list)
-    conditions: list[tuple[bool, ir.Value]] = field(default_factory=list)  # under which a logit stays
-    softcap: float | None = None
-    capped: tuple[int, int] | None = None  # addends and conditions that act behind the softcap
-    sinks: bool = False
-    reason: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +47,6 @@ class Walk:
     node: ir.Node
     reason: str | None = None
     logits: ir.Value | None = None
-    read: Logits | None = None  # what leads to the logits
     probs: ir.Value | None = None
     values: ir.Value | None = None
     context: ir.Value | None = None  # the heads' outputs, map @ V
@@ -174,7 +150,6 @@ def _walk_map(softmax: ir.Node, spelling: Spelling, all_met: set[ir.Node]) -> It
     yield replace(
         walk,
         logits=logits,
-        read=None if logits is None else read_logits(logits, is_value_product, _PASSING),
         projection=projection,
         query=None if scores is None else scores.inputs[0],
         cross=None if scores is None else _is_cross(scores),
@@ -297,150 +272,27 @@ def repeat_chain(values: ir.Value | None) -> tuple[ir.Node, ...]:
     return tuple(reversed(chain[:first]))
 
 
-def read_logits(value: ir.Value | None, is_product: Callable[[ir.Node], bool], passing: frozenset[str]) -> Logits:
-    """Read what leads to a softmax back to ``Q K^T``, or to a head's logits back to its product."""
-    logits = Logits()
+def _is_cross(scores: ir.Node) -> bool:
+    """Whether Q and K are of different sequences: of another map, or of another input, than one another.
 
-    def leads_to_product(value: ir.Value | None) -> bool:
-        return trace_back(value, _ARITHMETIC, is_product) is not None
-
-    while logits.reason is None:
-        node = None if value is None else value.producer()
-        if node is None or not leads_to_product(value):
-            logits.reason = "its logits come from no product of queries and keys"
-        elif is_product(node):
-            logits.product, (logits.queries, logits.keys) = node, operands(node)
-            logits.wide = str(before_rounding(logits.queries).name), str(before_rounding(logits.keys).name)
-            logits.repeats = repeat_chain(logits.keys)
-            break
-        else:
-            inputs = [source for source in node.inputs if source is not None]
-            sides = [source for source in inputs if leads_to_product(source)]
-            value = _step_back(node, inputs, sides, logits, passing)
-    return logits
+    What only one of them is made of is, within one sequence, no more than its own projections, norms and rotations.
+    """
+    queries, keys = (ancestors(value) for value in operands(scores))
+    return any(map(_is_of_a_sequence, queries ^ keys))
 
 
-def _step_back(
-    node: ir.Node, inputs: list[ir.Value], sides: list[ir.Value], logits: Logits, passing: frozenset[str]
-) -> ir.Value | None:
-    """Take one operator into account; its input on the side of the product."""
-    others = [value for value in inputs if value not in sides]
-    if node.op_type == "Sub" and len(sides) == 2:
-        maximum = sides[1].producer()
-        if maximum is not None and maximum.op_type == "ReduceMax":
-            return sides[0]  # a softmax made safe by hand, which changes nothing
-    if len(sides) != 1:
-        logits.reason = f"its logits join several products (by {node.op_type}), as relative positions do"
-        return None
-    side, is_first = sides[0], inputs[0] is sides[0]
-    if node.op_type in passing:
-        pass
-    elif node.op_type == "Mul" or (node.op_type == "Div" and is_first):
-        fixed = None if others[0].const_value is None else others[0].const_value.numpy()
-        if fixed is None or fixed.size != 1:
-            logits.multipliers.append((node.op_type, others[0]))
-        else:
-            number = float(fixed.astype(np.float64).reshape(()))
-            logits.scale = logits.scale * number if node.op_type == "Mul" else logits.scale / number
-    elif node.op_type == "Add" or (node.op_type == "Sub" and is_first):
-        logits.addends.append((logits.scale if node.op_type == "Add" else -logits.scale, others[0]))
-    elif node.op_type == "Where" and not is_first:
-        logits.fills.append((logits.scale, next(value for value in inputs[1:] if value is not side)))
-        logits.conditions.append((inputs[1] is side, inputs[0]))
-    elif node.op_type == "Max":
-        logits.fills.extend((logits.scale, value) for value in others)
-    elif node.op_type == "Tanh":
-        if logits.softcap is not None or logits.multipliers:
-            logits.reason = "its logits are bounded in a way that is not a softcap"
-        logits.softcap = logits.scale
-        logits.capped = len(logits.addends), len(logits.conditions)
-    elif node.op_type == "Concat" and node.attributes.get_int("axis") in (-1, 3):
-        logits.sinks = True
-    else:
-        logits.reason = f"its logits pass through {node.op_type}"
-    return side
+def _is_of_a_sequence(value: ir.Value) -> bool:
+    if value.is_graph_input() and value.name and value.const_value is None:
+        shape = (None,) * (0 if value.shape is None else len(value.shape))
+        spec = InputSpec(value.name, "float32" if value.dtype in FLOATS else "int64", shape)
+        return spec.part == "data" and len(shape) > 1
+    node = value.producer()
+    return node is not None and gives_map(node)
 
 
-_LAYER_NORMS: Final = kinds("LayerNormalization LpNormalization RMSNormalization SimplifiedLayerNormalization")
-_NORM_STEPS: Final = kinds("Add Cast Clip Div Expand Max Reciprocal Sqrt")
-"""Between a mean of squares and what is divided by its root."""
-_MEANS: Final = kinds("ReduceL2 ReduceMean ReduceSum ReduceSumSquare")
-
-
-def _is_cross(scores: ir.Node) -> bool | None:
-    """Whether Q and K are made of different tensors, or of different inputs; None where neither can be told."""
-    # Everything a projection may pass through on its way to Q K^T: biases, scales, head splits, rotary embedding.
-    between = LAYOUT_OPS | LOGIT_OPS | REPEAT_OPS | {"Neg", "Slice", "Split"}
-    projections = [trace_back(value, between, _is_weight_product) for value in operands(scores)]
-    sources = [_projected_tensors(node) for node in projections if node is not None]
-    if len(sources) == 2:
-        return sources[0].isdisjoint(sources[1])
-    queries, keys = (_data_inputs(value) for value in operands(scores))
-    return True if queries != keys else None
-
-
-def _is_weight_product(node: ir.Node) -> bool:
-    products = PRODUCTS | INTEGER_PRODUCTS | {"Gemm"}
-    return node.op_type in products and any(value.const_value is not None for value in operands(node))
-
-
-def _projected_tensors(projection: ir.Node) -> set[ir.Value]:
-    """What a projection reads, and what that is projected from in turn: adapters and latents have two products."""
-    tensors: set[ir.Value] = set()
-    waiting = [value for value in operands(projection) if value.const_value is None]
-    while waiting:
-        value = waiting.pop()
-        if value in tensors:
-            continue
-        tensors.add(value)
-        node = value.producer()
-        waiting += [] if node is None else _other_forms(node)
-    return tensors
-
-
-def _other_forms(node: ir.Node) -> list[ir.Value]:
-    """What a tensor is moved, normed, projected or cut from; past sums everything comes from everything."""
-    sources = [value for value in node.inputs if value is not None and value.const_value is None]
-    if node.op_type in ("Slice", "Split"):
-        return sources[:1] if _cuts_width(node) else []
-    if node.op_type in SCALING_OPS and len(sources) == 2:  # a norm that is written out
-        left, right = sources
-        pairs = (left, right), (right, left)
-        return [one for one, other in pairs if trace_back(other, _NORM_STEPS, lambda node: node.op_type in _MEANS)]
-    if node.op_type in ADDING_OPS | SCALING_OPS:
-        return sources if len(sources) == 1 else []
-    kept = node.op_type in LAYOUT_OPS or node.op_type in _LAYER_NORMS or _is_weight_product(node)
-    return sources if kept else []
-
-
-def _cuts_width(node: ir.Node) -> bool:
-    """Whether it cuts the last axis: parts of a latent, but not of the sequence."""
-    source, axes = node.inputs[0], [node.attributes.get_int("axis", 0)]
-    listed = node.inputs[3] if node.op_type == "Slice" and len(node.inputs) > 3 else None
-    if listed is not None and listed.const_value is not None:
-        axes = listed.const_value.numpy().ravel().tolist()
-    rank = 0 if source is None or source.shape is None else len(source.shape)
-    return all(axis == -1 or axis == rank - 1 for axis in axes)
-
-
-def _data_inputs(value: ir.Value) -> set[str]:
-    """The inputs with data of a sequence that a tensor is made from; what only gives it a size is left out."""
-    names = set()
-    for current in ancestors(value):
-        if current.is_graph_input() and current.name and current.const_value is None:
-            shape = (None,) * (0 if current.shape is None else len(current.shape))
-            spec = InputSpec(current.name, "float32" if current.dtype in FLOATS else "int64", shape)
-            names |= {current.name} if spec.part == "data" and len(shape) > 1 else set()
-    return names
-
-
-_WEIGHING: Final = SCALING_OPS | kinds(
-    "Abs Elu Erf Exp Gelu HardSigmoid Neg Pow Reciprocal Relu Sigmoid Softplus Sqrt Tanh ThresholdedRelu"
-)
-"""What makes numbers between 0 and 1, or other weights, of the products of queries and keys."""
-
-_FOLLOWED: Final = (ADDING_OPS | _WEIGHING | LAYOUT_OPS | MAP_CARRIERS | REPEAT_OPS) | kinds(
-    "AveragePool Clip Conv CumSum GatherElements GatherND Max MaxPool Mean Min Pad Split"
+_FOLLOWED: Final = (ADDING_OPS | SCALING_OPS | LAYOUT_OPS | MAP_CARRIERS | REPEAT_OPS) | kinds(
+    "Abs AveragePool Clip Conv CumSum Elu Erf Exp GatherElements GatherND Gelu HardSigmoid Max MaxPool Mean Min Neg "
+    "Pad Pow Reciprocal Relu Sigmoid Softplus Split Sqrt Tanh ThresholdedRelu"
 )
 """What a map may be remade by. No product with a weight: the stream behind it, as of a router, is no map."""
 
@@ -449,38 +301,31 @@ _REMADE: Final = (
     "need not be distributions over keys: choose other layers (--sites), or a teacher whose softmax multiplies the "
     "values itself"
 )
-_WITHOUT_SOFTMAX: Final = (
-    "its weights are made of queries and keys by {} and by no softmax, so they need be no distribution over keys: "
-    "choose other layers (--sites), or a teacher whose softmax multiplies the values"
-)
 
 
 def _find_remade(
     graph: ir.Graph, walked: Collection[ir.Node], met: Collection[ir.Node]
 ) -> Iterator[tuple[ir.Node, str]]:
-    """Softmaxes and scores whose numbers multiply values in another form, and why that is refused."""
+    """Softmaxes whose numbers multiply values in another form, and why that is refused."""
     told = set(met)
     softmaxes = [node for node in graph if node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS]
-    scores = [node for node in graph if node not in told and is_value_product(node)]
-    for node in sorted(softmaxes, key=lambda node: node in walked) + scores:
-        is_softmax = node.op_type == "Softmax"
-        for product, passed in () if node in told else _products_behind(node, is_softmax):
-            if product not in told and (is_softmax or not passed.isdisjoint(_WEIGHING)):
+    for node in sorted(softmaxes, key=lambda node: node in walked):
+        for product, passed in _products_behind(node):
+            if product not in told:
                 told.add(product)
                 shown = ", ".join(sorted(passed - LAYOUT_OPS - REPEAT_OPS) or sorted(passed))
-                yield node, (_REMADE if is_softmax else _WITHOUT_SOFTMAX).format(shown)
+                yield node, _REMADE.format(shown)
                 break
 
 
-def _products_behind(start: ir.Node, is_map: bool) -> Iterator[tuple[ir.Node, frozenset[str]]]:
-    """Products with values of all that is made of a map or of scores, and the operators on the way there."""
-    queue: list[tuple[ir.Value, frozenset[str]]] = [(start.outputs[0], frozenset())]
-    seen = {start.outputs[0]}
+def _products_behind(softmax: ir.Node) -> Iterator[tuple[ir.Node, frozenset[str]]]:
+    """Products with values of all that is made of a map, and the operators on the way there."""
+    queue: list[tuple[ir.Value, frozenset[str]]] = [(softmax.outputs[0], frozenset())]
+    seen = {softmax.outputs[0]}
     for value, passed in queue:
         for node, slot in value.uses():
             if is_value_product(node):
-                if slot == 0 or is_map:
-                    yield node, passed
+                yield node, passed
             elif node.op_type in _FOLLOWED and product_weight(node, slot) is None:
                 new = [output for output in node.outputs if output not in seen]
                 seen.update(new)
@@ -554,3 +399,136 @@ def _is_weight(value: ir.Value) -> bool:
             return value.const_value is not None and value.const_value.numpy().ndim <= 2
         stated = node.inputs[0]
     return stated.const_value is not None
+
+
+# The spellings of a softmax: the operator, the exponential of its logarithm, and numbers over their sum.
+
+_SHAPING: Final = frozenset({"Cast", "Dropout", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_NEGLIGIBLE: Final = 1e-6
+"""Beside a sum of about one: it keeps the quotient finite and takes nothing from a row."""
+_DEEPEST: Final = 8  # a sum's casts, shapes and guards
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """Numbers over their sum along the last axis, or over more: then ``sums_to_one`` is False.
+
+    That they are at least zero, a probe shows, and precompute on its data.
+    """
+
+    numbers: ir.Value
+    sums_to_one: bool
+
+    @property
+    def logits(self) -> ir.Value | None:
+        """The input of the softmax that this spells out; None where it is not a softmax."""
+        node = _before_casts(self.numbers).producer()
+        return node.inputs[0] if node is not None and node.op_type == "Exp" and self.sums_to_one else None
+
+
+class Spelling(NamedTuple):
+    """How a map is spelled: of logits, where it is a softmax, or as a quotient of other numbers."""
+
+    logits: ir.Value | None
+    quotient: Quotient | None = None
+    over_last_axis: bool = True
+
+
+def read_map(node: ir.Node) -> Spelling | None:
+    """The map that an operator gives, as far as this tells; None where it gives none."""
+    if node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
+        return Spelling(node.inputs[0], over_last_axis=_is_over_last_axis(node))
+    logits, quotient = _read_log_softmax(node), read_quotient(node)
+    if logits is not None:
+        return Spelling(logits)
+    return None if quotient is None else Spelling(quotient.logits, quotient)
+
+
+def gives_map(node: ir.Node) -> bool:
+    """Whether an operator gives a map over the last axis."""
+    spelling = read_map(node)
+    return spelling is not None and spelling.over_last_axis
+
+
+def _is_over_last_axis(softmax: ir.Node) -> bool:
+    """Whether a softmax sums over the last axis, as far as its rank is known."""
+    opset = 1 if softmax.graph is None else softmax.graph.opset_imports.get("", 1)
+    axis, shape = softmax.attributes.get_int("axis", -1 if opset >= 13 else 1), softmax.outputs[0].shape
+    # Maps have at least three axes, so without a known rank a later axis than 1 is taken for the last.
+    return axis == -1 or (axis >= 2 if shape is None else axis == len(shape) - 1)
+
+
+def _read_log_softmax(node: ir.Node) -> ir.Value | None:
+    """The logits of a softmax that is the exponential of its own logarithm; None for any other operator."""
+    log = _before_casts(node.inputs[0]).producer() if node.op_type == "Exp" and node.inputs[0] is not None else None
+    if log is None or not log.inputs:
+        return None
+    if log.op_type == "LogSoftmax":
+        return log.inputs[0] if _is_over_last_axis(log) else None
+    total = None if log.op_type != "Sub" or log.inputs[1] is None else _before_casts(log.inputs[1]).producer()
+    is_log_of_sum = total is not None and total.op_type == "ReduceLogSumExp" and _sums_last_axis(total)
+    return log.inputs[0] if total is not None and is_log_of_sum and total.inputs[0] is log.inputs[0] else None
+
+
+def read_quotient(node: ir.Node) -> Quotient | None:
+    """An operator as a quotient; None where it does something else."""
+    for numbers, total in _fractions(node):
+        sums_to_one = _read_sum(total, _before_casts(numbers))
+        if sums_to_one is not None:
+            return Quotient(numbers, sums_to_one)
+    return None
+
+
+def _fractions(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Numerator and denominator, also of a product with a reciprocal."""
+    inputs = [value for value in node.inputs if value is not None]
+    if node.op_type == "Div" and len(inputs) == 2:
+        yield inputs[0], inputs[1]
+    elif node.op_type == "Mul" and len(inputs) == 2:
+        for numbers, other in (inputs, inputs[::-1]):
+            inverse = other.producer()
+            if inverse is not None and inverse.op_type == "Reciprocal" and inverse.inputs[0] is not None:
+                yield numbers, inverse.inputs[0]
+
+
+def _before_casts(value: ir.Value) -> ir.Value:
+    while (node := value.producer()) is not None and node.op_type in ("Cast", "Identity"):
+        if node.inputs[0] is None:
+            break
+        value = node.inputs[0]
+    return value
+
+
+def _read_sum(value: ir.Value, numbers: ir.Value, depth: int = 0) -> bool | None:
+    """Whether a tensor is the sum of the numbers over their last axis, and nothing else; None for no such sum."""
+    node = value.producer()
+    if node is None or depth > _DEEPEST:
+        return None
+    if node.op_type in ("ReduceL1", "ReduceSum"):
+        source = node.inputs[0]
+        is_sum = source is not None and _before_casts(source) is numbers and _sums_last_axis(node)
+        return True if is_sum else None
+    if node.op_type not in (*_SHAPING, "Add", "Clip", "Max", "Where"):
+        return None
+    inputs = [one for one in (node.inputs[1:] if node.op_type == "Where" else node.inputs) if one is not None]
+    inputs = inputs[:1] if node.op_type in _SHAPING else inputs
+    read = [_read_sum(operand, numbers, depth + 1) for operand in inputs]
+    sums = [reading for reading in read if reading is not None]
+    others = [operand for operand, reading in zip(inputs, read, strict=True) if reading is None]
+    is_bounded = node.op_type == "Clip" and len(node.inputs) > 2 and node.inputs[2] is not None
+    if len(sums) != 1 or is_bounded:
+        return None
+    constants = [None if operand.const_value is None else operand.const_value.numpy() for operand in others]
+    if node.op_type == "Where":  # another denominator for rows without any
+        return sums[0] if all(operand is not None and (operand > 0).all() for operand in constants) else None
+    return sums[0] and all(operand is not None and (np.abs(operand) <= _NEGLIGIBLE).all() for operand in constants)
+
+
+def _sums_last_axis(total: ir.Node) -> bool:
+    axes = total.attributes.get_ints("axes")
+    if axes is None and len(total.inputs) > 1 and total.inputs[1] is not None:
+        listed = total.inputs[1].const_value
+        axes = None if listed is None else listed.numpy().ravel().tolist()
+    source = total.inputs[0]
+    last = (-1,) if source is None or source.shape is None else (-1, len(source.shape) - 1)
+    return axes is not None and len(axes) == 1 and axes[0] in last

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from shd_ref.errors import graph_invalid, import_package, need
-from shd_ref.teacher.opening.einsum import rewrite_einsum
+from shd_ref.teacher.opening.body import rewrite_einsum
 from shd_ref.teacher.opening.model import (
     CONTRIB_DOMAIN,
     INLINE_BYTES,

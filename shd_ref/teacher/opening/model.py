@@ -20,6 +20,7 @@ from shd_ref.errors import ShdError, graph_invalid
 
 try:
     import onnx
+    import onnx.compose
     import onnx.external_data_helper
     import onnx.inliner
     import onnx.reference
@@ -58,12 +59,6 @@ LAYOUT_OPS: Final = kinds(
 MOVING_OPS: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Of these, what gives a number another place."""
 
-NORMS: Final = kinds(
-    "GroupNormalization InstanceNormalization LayerNormalization LpNormalization Pow RMSNormalization "
-    "ReduceL2 ReduceMean ReduceSumSquare SimplifiedLayerNormalization"
-)
-"""Norms, and what exporters write out norms with."""
-
 SIZE_OPS: Final = frozenset({"Shape", "Size"})
 """What reads no number of a tensor but its sizes."""
 
@@ -96,6 +91,20 @@ OLD_OPSET: Final = (
     "operators: re-export it with opset 18"
 )
 """Why a graph's operator set cannot be squeezed."""
+
+
+_ROUNDING: Final = ("DynamicQuantize", "MatMulNBits", "QAttention", "QGemm", "QLinear", "QuantizeLinear")
+"""Parts of the names of operators that round to integers what a run computes; DequantizeLinear is none of them."""
+
+
+def rounds_in_run(model: onnx.ModelProto, operators: tuple[str, ...] = _ROUNDING) -> bool:
+    """Whether a graph rounds what it computes to integers, between which a last bit, and so a fusion, may decide."""
+    return any(part in node.op_type for node in all_nodes(model.graph) for part in operators)
+
+
+def shares_scales(model: onnx.ModelProto) -> bool:
+    """Whether samples that run together share the scales that round them: none is then what it is alone."""
+    return rounds_in_run(model, ("DynamicQuantize",))
 
 
 def opset_version(model: onnx.ModelProto) -> int:

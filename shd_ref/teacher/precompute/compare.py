@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.attention import Array, as_float, check_probs, soften_rows
 from shd_ref.cache.codecs.codecs import encode
-from shd_ref.errors import ShdError, argument_value
+from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
 from shd_ref.merging.plans import plan_groups
@@ -58,8 +58,8 @@ def compare_with_reference(
 
     Raises:
         ShdError: ``graph-mismatch`` above the thresholds of ``specs/tolerances.json``; ``argument-value`` for a
-            graph without check outputs; ``not-finite`` and ``not-a-distribution`` for maps that the reference
-            refuses.
+            graph without check outputs; ``not-finite`` and ``graph-unsupported`` for maps that are no
+            distributions.
     """
     if not squeezed.check_outputs:
         raise argument_value("squeezed must be made with check_outputs=True to be compared")
@@ -168,7 +168,16 @@ def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Arr
         # In the teacher's own precision, which decides how exactly rows must sum to one.
         maps = made["probs"].astype(dtype)
         counted = None if mask is None else mask[:, tile]
-        checked = check_probs(maps, name, query_mask=counted, row_sums=layer_outputs.layer.site.row_sums)
+        site = layer_outputs.layer.site
+        try:
+            checked = check_probs(maps, name, query_mask=counted, row_sums=site.row_sums)
+        except ShdError as error:
+            if error.code != "not-a-distribution":
+                raise
+            raise graph_unsupported(
+                f"{site.label}: its map is changed after the softmax, as by a gate or a scale ({error}): choose "
+                "other layers (--sites), or a teacher that uses its maps as they are"
+            ) from error
         yield tile, checked, made["merged"]
 
 

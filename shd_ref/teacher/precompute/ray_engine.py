@@ -15,15 +15,8 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.storage import is_address
 from shd_ref.errors import ShdError, argument_value
-from shd_ref.teacher.options import RunOptions
-from shd_ref.teacher.precompute.engine import (
-    OnProgress,
-    OnRead,
-    OpenInputs,
-    PrecomputeJob,
-    PrecomputeSummary,
-    Students,
-)
+from shd_ref.teacher.options import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import OnProgress, OnRead, OpenInputs, Place, PrecomputeJob, PrecomputeSummary
 from shd_ref.teacher.sources import Arrays, Source
 
 try:
@@ -42,19 +35,20 @@ class RayJob:
 
     teacher: Path
     open_inputs: OpenInputs
-    students: Students
+    out: Place
+    options: PrecomputeOptions
     run: RunOptions
 
     def prepare(self, on_read: OnRead | None = None) -> PrecomputeJob:
         """Load the teacher, read the inputs, and compare the graph with the reference."""
-        return PrecomputeJob(self.teacher, self.open_inputs(), self.students, self.run, on_read)
+        return PrecomputeJob(self.teacher, self.open_inputs(), self.out, self.options, self.run, on_read)
 
 
 @dataclass(frozen=True)
 class RayEngine:
     """Runs ``precompute`` by actors on the Ray cluster that this process is connected to, or on a new local one.
 
-    Teacher and caches must have the same path or address on all machines; inputs are given as what opens them, and
+    Teacher and cache must have the same path or address on all machines; inputs are given as what opens them, and
     every actor reads them once for keys and lengths. An actor takes ``num_threads`` CPUs (1 by default), and one GPU
     for provider ``cuda``. There are ``workers`` of them; None: as many as the cluster has room for. What an actor
     raised is raised here, and progress is reported after every block of shards, reading only in this process.
@@ -66,29 +60,31 @@ class RayEngine:
         self,
         teacher: Path,
         inputs: Source | Arrays | OpenInputs,
-        students: Students,
+        out: Place,
+        options: PrecomputeOptions,
         run: RunOptions,
         on_progress: OnProgress | None,
         on_read: OnRead | None,
-    ) -> list[PrecomputeSummary]:
+    ) -> PrecomputeSummary:
         if not callable(inputs):
             raise argument_value("inputs must be what opens them, as every actor does; got opened ones")
-        placed = []
-        for cache, options in students:
-            others = tuple(path.absolute() for path in options.with_teachers)
-            target = cache if isinstance(cache, str) and is_address(cache) else Path(cache).absolute()
-            placed.append((target, replace(options, with_teachers=others)))
-        plan = RayJob(teacher.absolute(), inputs, placed, replace(run, num_threads=run.num_threads or 1))
-        job = plan.prepare(on_read)  # it makes the caches too: the actors adopt their plans
-        lost = set().union(*job.missing)
-        blocks = [block for window in job.windows() if (block := [shard for shard in window if shard in lost])]
-        todo = {block[0]: job.count_samples(block, job.missing) for block in blocks}
-        total, written = job.count_samples(job.shards, [job.shards] * len(students)), 0
-        done = total - sum(todo.values())
-        for first, size, by_student in _run_blocks(blocks, plan, self.workers):
-            for own, shards in zip(job.written, by_student, strict=True):
-                own.update(shards)
-            done, written = done + todo[first], written + size
+        others = tuple(path.absolute() for path in options.with_teachers)
+        place = out if isinstance(out, str) and is_address(out) else Path(out).absolute()
+        plan = RayJob(
+            teacher.absolute(),
+            inputs,
+            place,
+            replace(options, with_teachers=others),
+            replace(run, num_threads=run.num_threads or 1),
+        )
+        job = plan.prepare(on_read)  # it makes the cache too: the actors adopt its plans
+        blocks = [block for window in job.windows() if (block := [shard for shard in window if shard in job.missing])]
+        samples_of = {block[0]: job.count_samples(block) for block in blocks}
+        total, written = job.count_samples(job.shards), 0
+        done = total - sum(samples_of.values())
+        for first, size, shards in _run_blocks(blocks, plan, self.workers):
+            job.written.update(shards)
+            done, written = done + samples_of[first], written + size
             if on_progress is not None:
                 on_progress(done, total, written)
         return job.finish()
@@ -109,7 +105,7 @@ class ShardWriter:
             if self._job is None:  # not when the actor is made, where errors cannot be returned
                 self._job = self._plan.prepare()
             self._job.write(shards, self._job.find_missing(shards), lambda _done, _total, size: sizes.append(size))
-            written = [sorted(own.intersection(shards)) for own in self._job.written]
+            written = sorted(self._job.written.intersection(shards))
         except ShdError as error:
             code, message = error.code, str(error)
         told = {"written": [json.dumps(written)], "code": [code], "message": [message]}
@@ -117,7 +113,7 @@ class ShardWriter:
 
 
 def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int, Any]]:
-    """Of each block, as it is written: its first shard, how many bytes that were, and each student's shards."""
+    """Of each block, as it is written: its first shard, how many bytes that were, and the shards of this job."""
     if not blocks:
         return
     if not ray.is_initialized():

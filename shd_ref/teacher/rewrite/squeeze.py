@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from shd_ref.attention import check_temperature
-from shd_ref.errors import ShdError, argument_value, graph_invalid, graph_unsupported, inputs_invalid
+from shd_ref.errors import ShdError, graph_invalid, graph_unsupported, inputs_invalid
 from shd_ref.merging.plans import MergePlan, merge_plan
 from shd_ref.teacher.graph.factors import SiteFactors, check_sinks
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.graph.targets import TargetTensors
-from shd_ref.teacher.graph.tiles import SiteTiles
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
 from shd_ref.teacher.opening.model import (
     MIN_OPSET,
@@ -39,7 +36,7 @@ from shd_ref.teacher.rewrite.function import (
     squeeze_function,
     values_of,
 )
-from shd_ref.teacher.rewrite.tiles import TiledAttention, TiledRows, Tiling, add_codes
+from shd_ref.teacher.rewrite.tiles import Forward, SiteTiles, TiledRows, Tiling, add_codes, run_in_tiles
 
 _MIN_IR_VERSION: Final = 8  # the first with model-local functions
 _RANKS: Final = {"alphas": 2, "degenerate": 2, "groups": 3}  # everything else is (B, H, L, S)
@@ -80,24 +77,19 @@ class SqueezedLayer:
 class SqueezedGraph:
     """A teacher that outputs squeezed supervision, and the ``targets`` beside it as float32, and nothing else.
 
-    With ``check_outputs`` also what the reference needs. Of several ``students`` each has its layers.
+    With ``check_outputs`` also what the reference needs.
     """
 
     model: onnx.ModelProto
-    students: tuple[tuple[SqueezedLayer, ...], ...]
+    layers: tuple[SqueezedLayer, ...]
     check_outputs: bool
     targets: TargetTensors
-
-    @property
-    def layers(self) -> tuple[SqueezedLayer, ...]:
-        """Of the first student."""
-        return self.students[0]
 
 
 def squeeze_graph(
     model: onnx.ModelProto,
     layers: Sequence[tuple[int, AttentionSite]],
-    options: PrecomputeOptions | Sequence[PrecomputeOptions] | None = None,
+    options: PrecomputeOptions | None = None,
     *,
     row_mask_input: str | Mapping[int, str | None] | None = None,
     check_outputs: bool = False,
@@ -115,8 +107,8 @@ def squeeze_graph(
         layers: pairs of student layer and the site (from ``find_sites`` on this model) it learns from; none for a
             graph of targets alone.
         options: heads, plan (or plans, one for each of ``layers``), strategy, alphas, temperature and codec count:
-            ``sqrt8-row`` codes in the graph, the other codecs output float32 maps. Those of several students differ
-            in heads and plans alone. With ``groups`` the graph has one more input, ``GROUPS_INPUT``.
+            ``sqrt8-row`` codes in the graph, the other codecs output float32 maps. With ``groups`` the graph has one
+            more input, ``GROUPS_INPUT``.
         row_mask_input: a model input ``(B, L)``, integer or boolean, non-zero = the row counts; default all. Or one
             by student layer, where rows are not of one sequence.
         check_outputs: also output each layer's teacher map, V and merged maps, see ``compare_with_reference``.
@@ -128,38 +120,31 @@ def squeeze_graph(
         ShdError: ``graph-unsupported`` (a site, or an operator set that is too old), ``argument-value``,
             ``heads-exceed``, ``plan-invalid``, ``inputs-invalid`` (the row mask), ``layers-invalid``.
     """
-    students = [options or PrecomputeOptions()] if not isinstance(options, Sequence) else options
-    for student in students:
-        check_merge(student)
-    options = students[0]
-    _check_layers(model, layers, has_targets=bool(targets))
+    options = options or PrecomputeOptions()
+    check_merge(options)
+    _check_layers(model, layers, has_targets=targets is not None and bool(targets.names))
     codec = "float32" if factors else options.codec
     temperature = check_temperature(options.temperature)
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
     named = row_mask_input if isinstance(row_mask_input, Mapping) else dict.fromkeys(dict(layers), row_mask_input)
     masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(named.values())}
-    tiled = TiledAttention(body, tiling) if tiling is not None else None
-    squeezed: list[list[SqueezedLayer]] = [[] for _ in students]
+    forward = {} if tiling is None else run_in_tiles(body, tiling)
+    squeezed: list[SqueezedLayer] = []
     pooled = options.groups is not None
     if pooled:
         body.inputs.append(onnx.helper.make_tensor_value_info(GROUPS_INPUT, FLOAT, [None] * 3))
-    rules = [
-        (number, layer, plan)
-        for number, one in enumerate(students)
-        for layer, plan in zip(layers, list_plans(one, len(layers)), strict=True)
-    ]
-    for number, (student_layer, site), plan in rules:
-        options = students[number]
+    for (student_layer, site), plan in zip(layers, list_plans(options, len(layers)), strict=True):
         check_sinks(site, codec, temperature)
-        # Further students are told apart by their heads; of tiles and masks they share what the first one made.
-        own = f"{options.num_student_heads}-heads/" if number else ""
-        body.prefix = f"{FUNCTION_DOMAIN}/{own}{student_layer}/"
+        body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
         heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
         rounds = merge_plan(heads, options.num_student_heads, plan)
         rule = MergeRule(heads, d_v, rounds, options.strategy, temperature, codec, pooled)
         row_mask, tiles = masks[named[student_layer]], None if tiling is None else tiling.of(site)
-        if tiled is not None and tiles is not None:
-            layer = _squeeze_tiles(body, rule, student_layer, tiles, tiled, row_mask, factors is None, check_outputs)
+        if tiling is not None and tiles is not None:
+            made = forward[site.layer]
+            layer = _squeeze_tiles(
+                body, rule, student_layer, tiles, tiling, made, row_mask, factors is None, check_outputs
+            )
         else:
             hidden = (
                 () if check_outputs else ("probs", "values", "merged", "groups", *(("codes",) if factors else ()))
@@ -169,14 +154,14 @@ def squeeze_graph(
             names = {role: f"{body.prefix}{role}" for role in ("queries", "keys", "spans")}
             for source, name in zip(add_factors(body, factors[student_layer]), names.values(), strict=False):
                 body.output(source, name, FLOAT, rank=4)
-            spans = None if tiles is None or tiled is None else _tiled_spans(body, tiles, tiled, names["queries"])
+            spans = None if tiles is None else _tiled_spans(body, tiles, forward[site.layer], names["queries"])
             spans = spans or add_spans(body, factors[student_layer])
             body.output(spans, names["spans"], onnx.TensorProto.INT32, rank=4)
             layer = replace(layer, names={**layer.names, **names})
-        squeezed[number].append(layer)
+        squeezed.append(layer)
     outputs = _output_targets(body, targets or TargetTensors())
-    replaced = set() if tiled is None else tiled.replaced
-    return SqueezedGraph(assemble_graph(model, body, replaced), tuple(map(tuple, squeezed)), check_outputs, outputs)
+    replaced = set() if tiling is None else {tiling.sites[layer].site.context for layer in forward}
+    return SqueezedGraph(assemble_graph(model, body, replaced), tuple(squeezed), check_outputs, outputs)
 
 
 def _squeeze_tiles(
@@ -184,16 +169,17 @@ def _squeeze_tiles(
     rule: MergeRule,
     student_layer: int,
     tiles: SiteTiles,
-    tiled: TiledAttention,
+    tiling: Tiling,
+    forward: Forward,
     row_mask: str | None,
     has_codes: bool,
     check_outputs: bool,
 ) -> SqueezedLayer:
     """The results of ``_squeeze_layer`` without a map of all heads, and for a check all that tiles are made of."""
-    site, forward = tiles.site, tiled.forward[tiles.site.layer]
+    site = tiles.site
     rule = replace(rule, value_heads=tiles.value_heads)
     results: dict[str, str] = {}
-    weights, slots = None, tiled.tiling.slots.get(site.layer, ())
+    weights, slots = None, tiling.slots.get(site.layer, ())
     if rule.solves:
         grams = [body.weight(gram) for gram in gram_matrices(rule, projection_of(site))]
         sums = forward.sums or ""
@@ -203,7 +189,7 @@ def _squeeze_tiles(
     else:
         results["alphas"] = constant_alphas(body, rule, batch_heads(body, site.context, site.layout, rule.num_heads))
     if has_codes:
-        results["codes"] = add_codes(body, tiles, rule, tiled.tiling.rows, forward.spans, weights)
+        results["codes"] = add_codes(body, tiles, rule, tiling.rows, forward.spans, weights)
     names = _output_results(body, rule, results)
     if not check_outputs:
         return SqueezedLayer(student_layer, site, rule, names)
@@ -220,11 +206,11 @@ def _squeeze_tiles(
     return SqueezedLayer(student_layer, site, rule, names, rows)
 
 
-def _tiled_spans(body: Body, tiles: SiteTiles, tiled: TiledAttention, queries: str) -> str | None:
+def _tiled_spans(body: Body, tiles: SiteTiles, forward: Forward, queries: str) -> str | None:
     """What ``add_spans`` gives, from masks; None where they are not known apart from logits."""
     if tiles.masks is None:
         return None
-    spans = tiled.forward[tiles.site.layer].spans
+    spans = forward.spans
     shape = body.concat([body.sizes(queries, 0, 1, 2), body.const([3])], 0)
     if spans is None:  # every row sees every key
         keys = body.sizes(*tiles.shape_source(1))
@@ -241,18 +227,11 @@ def list_plans(options: PrecomputeOptions, count: int) -> tuple[str | MergePlan,
 
 
 def _output_targets(body: Body, targets: TargetTensors) -> TargetTensors:
+    """Make targets graph outputs in float32; their new names by role."""
     body.prefix = f"{FUNCTION_DOMAIN}/targets/"
-
-    def output(source: str, name: str) -> str:
-        body.output(body.op("Cast", source, to=FLOAT), body.prefix + name, FLOAT, rank=None)
-        return body.prefix + name
-
-    return TargetTensors(
-        None if targets.logits is None else output(targets.logits, "logits"),
-        tuple((layer, output(source, f"hidden-{layer}")) for layer, source in targets.hidden),
-        None if targets.pooled is None else output(targets.pooled, "pooled"),
-        None if targets.last is None else output(targets.last, "last"),
-    )
+    for role, source in targets.names.items():
+        body.output(body.op("Cast", source, to=FLOAT), body.prefix + role, FLOAT, rank=None)
+    return TargetTensors({role: body.prefix + role for role in targets.names})
 
 
 def _squeeze_layer(
@@ -395,65 +374,3 @@ def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionS
                 f"site {site.name} must be one of this model's, but it has no tensors {site.probs!r} and "
                 f"{site.values!r}: call find_sites on the same model"
             )
-
-
-_CAST_LIKE_OPSET = 15
-
-
-class ReplacedGraph(NamedTuple):
-    """A teacher with its maps replaced; of every site, the output with maps times values, ``(B, H, L, d_v)``."""
-
-    model: onnx.ModelProto
-    contexts: tuple[str, ...]
-
-
-def replace_attention(
-    model: onnx.ModelProto,
-    sites: Sequence[AttentionSite],
-    rules: Sequence[MergeRule] | None,
-    *,
-    output: str,
-    row_mask_input: str | Sequence[str | None] | None = None,
-) -> ReplacedGraph:
-    """Rewrite a teacher so that its own layers go on with squeezed attention, by one of ``rules`` a site, or None.
-
-    ``output`` is kept beside those of the sites; ``row_mask_input`` is as in ``squeeze_graph``, or one a site.
-    """
-    named = {value.name: value for value in model.graph.output}
-    if output not in named:
-        raise argument_value(f"output must be one of the graph's {', '.join(named)}; got {output!r}")
-    replaced = onnx.ModelProto()
-    replaced.CopyFrom(model)
-    body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
-    of_sites: Sequence[str | None] = (
-        [row_mask_input] * len(sites) if row_mask_input is None or isinstance(row_mask_input, str) else row_mask_input
-    )
-    masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(of_sites)}
-    contexts = []
-    for number, site in enumerate(sites):
-        body.prefix = f"{FUNCTION_DOMAIN}/{number}/"
-        maps, values = site_tensors(body, site)
-        if rules is not None:
-            rule = rules[number]
-            merged = call_squeeze(body, rule, site, maps, values, masks[of_sites[number]])["merged"]
-            group_of = {head: number for number, group in enumerate(rule.groups) for head in group}
-            per_head = body.op("Gather", merged, body.const([group_of[head] for head in sorted(group_of)]), axis=1)
-            maps, substitute = per_head, _as_in_site(body, site, per_head)
-            for node in replaced.graph.node:  # those of the squeeze, which read the old map, are not among them yet
-                for slot in (slot for slot, name in enumerate(node.input) if name == site.probs):
-                    node.input[slot] = substitute
-        context = body.op("MatMul", body.op("Cast", maps, to=FLOAT), body.op("Cast", values, to=FLOAT))
-        contexts.append(f"{body.prefix}context")
-        body.output(context, contexts[-1], FLOAT, rank=4)
-    body.outputs.append(named[output])
-    return ReplacedGraph(assemble_graph(replaced, body), tuple(contexts))
-
-
-def _as_in_site(body: Body, site: AttentionSite, maps: str) -> str:
-    if site.layout in ("heads-batch", "heads-folded"):
-        maps = body.op("Transpose", maps, perm=[1, 0, 2, 3])
-    if site.layout in ("batch-folded", "heads-folded"):
-        maps = body.op("Reshape", maps, body.op("Shape", site.probs))
-    if body.opset >= _CAST_LIKE_OPSET:
-        return body.op("CastLike", maps, site.probs)
-    return body.op("Cast", maps, to=onnx.helper.np_dtype_to_tensor_dtype(np.dtype(site.dtype or "float32")))

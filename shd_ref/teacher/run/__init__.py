@@ -1,7 +1,7 @@
 """A teacher over a data set; ``teacher.py`` tells it in this order.
 
 It opens the file, and finds which sites teach which layers. ``inputs.py`` reads the data once, for keys and lengths,
-and makes batches of similar length. ``reading.py`` matches plans on some samples, where they are asked for. Then
-batches run, in sessions of the graph with the squeeze in it, and further teachers beside them (``averaged.py``);
-``outputs.py`` is what a batch gave each student.
+and makes batches of similar length. Plans are matched on some samples, where they are asked for. Then batches run in
+sessions of the graph with the squeeze in it (``graph.py``), and further teachers next to it (``averaged.py``).
+``outputs.py`` is what a batch gave.
 """

@@ -1,173 +1,144 @@
-"""Further teachers, whose logits are averaged with the first's in one pass (CACHE-163)."""
+"""Further teachers, whose logits are averaged with the first's in one pass (CACHE-163).
+
+Their graphs stand next to the first teacher's in one graph, on the same inputs. The mean is taken of a batch's
+logits, on the host.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import AveragedTeacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.errors import ShdError, inputs_invalid, need
-from shd_ref.teacher.graph.inputs import SUPPLIED, check_bounds, input_specs
-from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
+from shd_ref.errors import ShdError, need
+from shd_ref.teacher.graph.targets import LOGITS, TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.model import hash_teacher, onnx, take_weights
-from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.rewrite.squeeze import squeeze_graph
-from shd_ref.teacher.run.inputs import Batch, ModelInputs, Supply, as_dtype, run_batch
-from shd_ref.teacher.session import open_session
+from shd_ref.teacher.opening.model import hash_teacher, onnx, opset_version
+from shd_ref.teacher.options import PrecomputeOptions
 
-_WHO: Final = "--with-teacher {}"
+_MOST_BYTES: Final = 2**60
+"""Weights in files of several folders: no session maps those, so they are read."""
 
 
-class LogitsTeacher:
-    """A teacher of which nothing but its logits is asked; ``columns``, with padding, may be None until it ran."""
+@dataclass(frozen=True, eq=False)
+class OtherTeacher:
+    """A teacher of which only its logits are needed: ``tensor`` of its graph, ``role`` among the targets of a run."""
 
-    def __init__(self, path: Path, options: PrecomputeOptions, run: RunOptions) -> None:
-        self.path = path
-        self.who = _WHO.format(path)
-        with naming(self.who):
-            self.model = load_teacher(path)
-            self._targets = _find_logits(self.model, options.logits_output)
-        self._options, self._run_options = options, run
-        self._specs = {spec.name: spec for spec in input_specs(self.model)}
-        self._supply = Supply(())
-        self._mask: str | None = None
-        self.columns = count_classes(self.model, str(self._targets.logits))
+    path: Path
+    model: onnx.ModelProto
+    tensor: str
+    role: str
 
-    def fit(self, inputs: ModelInputs) -> None:
-        """Refuse inputs that this teacher cannot run on; afterwards it runs on their batches."""
-        supplied = [spec for name, spec in self._specs.items() if spec.part in SUPPLIED and name not in inputs.names]
-        self._supply, self._mask = Supply(supplied), inputs.mask
-        missing = sorted(self._specs.keys() - set(inputs.names) - {spec.name for spec in supplied})
-        if missing:
-            rule = f"take inputs that the first teacher takes too ({', '.join(inputs.names)})"
-            got = f"also {', '.join(missing)}: export both with the same inputs"
-            need(False, "inputs-invalid", self.who, rule, got, spec_id="CACHE-36")
-        unread = [name for name in (inputs.mask, inputs.decoder_mask) if name not in {None, *self._specs}]
-        if unread:
-            raise inputs_invalid(
-                f"{self.who} must take {unread[0]}, as the first teacher does, or padding would change its logits; "
-                f"it takes {', '.join(sorted(self._specs))}: export it with its mask"
-            )
-        with naming(self.who):
-            check_bounds(self.model, [str(self._targets.logits)], lambda: self._feeds(inputs.shortest()))
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+        return f"--with-teacher {self.path}"
 
-    def check_classes(self, size: int, *, exact: bool) -> None:
-        """Refuse another number of classes, as soon as this teacher's are known."""
-        if self.columns is None or self.columns == size or (self.columns > size and not exact):
-            return
-        remedy = "take teachers of one vocabulary; where one pads it, say how many classes count (--vocab-size)"
-        rule = f"have the first teacher's classes for a mean of logits, {size}"
-        need(False, "argument-value", self.who, rule, self.columns, remedy=remedy, spec_id="CACHE-163")
+    def describe(self, columns: int, vocab_size: int) -> AveragedTeacher:
+        """Its part of the manifest, where it gives so many classes, padding included."""
+        dtype = dtype_of(self.model, (), TargetTensors({LOGITS: self.tensor}))
+        padded = columns if columns > vocab_size else None
+        return AveragedTeacher(hash_teacher(self.path), self.path.name, dtype, self.tensor, padded)
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Its logits of a batch, float32 ``(B, L, V)`` or ``(B, V)`` with padding; a fixed batch keeps its fill."""
-        session, name = self._graph
-        with naming(self.who):
-            values = run_batch(session, [name], Batch(batch.indices, batch.lengths, self._feeds(batch)))
-        logits: NDArray[np.float32] = values[name]
-        self.columns = logits.shape[-1]
-        return logits
 
-    def _feeds(self, batch: Batch) -> dict[str, NDArray[Any]]:
-        arrays = {
-            name: as_dtype(batch.arrays[name], np.dtype(spec.dtype))
-            for name, spec in self._specs.items()
-            if name in batch.arrays and name not in self._supply.names
-        }
-        wrong = [name for name, array in arrays.items() if array is None]
-        if wrong:
-            raise inputs_invalid(
-                f"{self.who} must take {wrong[0]} in a type that holds its values; it takes "
-                f"{self._specs[wrong[0]].dtype}, and the first teacher's are {batch.arrays[wrong[0]].dtype}"
-            )
-        mask = None if self._mask is None else batch.arrays[self._mask]
-        first = mask if mask is not None else next(iter(batch.arrays.values()))
-        supplied = self._supply.arrays(len(first), first.shape[1] if first.ndim > 1 else 1, mask)
-        return {name: array for name, array in arrays.items() if array is not None} | supplied
+def open_others(first: Path, options: PrecomputeOptions) -> tuple[OtherTeacher, ...]:
+    """The further teachers, each by its file; their logits have the usual name, or else the first teacher's."""
+    paths, others = options.with_teachers, []
+    distinct = len({path.resolve() for path in (first, *paths)}) == 1 + len(paths)
+    rule, got = "name each teacher once, and not the first", ", ".join(map(str, paths))
+    need(distinct, "argument-value", "with_teachers", rule, got, spec_id="CACHE-163")
+    for number, path in enumerate(paths, 1):
+        with naming(f"--with-teacher {path}"):
+            model = load_teacher(path, inline_bytes=_MOST_BYTES)
+            try:
+                targets = find_targets(model, (), logits=True)
+            except ShdError:
+                if options.logits_output is None:
+                    raise
+                targets = find_targets(model, (), logits=True, output=options.logits_output)
+        others.append(OtherTeacher(path, model, targets.names[LOGITS], f"{LOGITS}-{number}"))
+    return tuple(others)
 
-    def describe(self, vocab_size: int) -> AveragedTeacher:
-        assert self.columns is not None  # it has run
-        tensor = str(self._targets.logits)
-        padded = self.columns if self.columns > vocab_size else None
-        return AveragedTeacher(
-            hash_teacher(self.path), self.path.name, dtype_of(self.model, (), self._targets), tensor, padded
-        )
 
-    @functools.cached_property
-    def _graph(self) -> tuple[Any, str]:
-        model, weights = take_weights(self.model)
-        graph, run = squeeze_graph(model, (), targets=self._targets), self._run_options
-        session = open_session(graph.model, provider=run.provider, num_threads=run.num_threads, weights=weights)
-        return session, str(graph.targets.logits)
+def join_graphs(model: onnx.ModelProto, others: Sequence[OtherTeacher]) -> dict[str, str]:
+    """Append the graphs of others to the first teacher's, in place; their logits there, by role.
+
+    Inputs of one name are one input, in the first teacher's type.
+    """
+    names = {}
+    for other in others:
+        rule, got = f"use ONNX operator set {opset_version(model)}, as the first teacher", opset_version(other.model)
+        need(got == opset_version(model), "graph-unsupported", other.label, rule, f"{got}: export both alike")
+        prefix = f"squeezing_heads/{other.role}/"
+        added = onnx.compose.add_prefix(other.model, prefix).graph
+        filled = {tensor.name for tensor in added.initializer}
+        for value in (value for value in added.input if value.name not in filled):
+            shared = value.name.removeprefix(prefix)
+            kind = value.type.tensor_type.elem_type
+            model.graph.node.append(onnx.helper.make_node("Cast", [shared], [value.name], name=value.name, to=kind))
+            if all(known.name != shared for known in model.graph.input):
+                value.name = shared
+                model.graph.input.append(value)
+        model.graph.node.extend(added.node)
+        model.graph.initializer.extend(added.initializer)
+        model.graph.output.extend(value for value in added.output if value.name == prefix + other.tensor)
+        domains = {entry.domain for entry in model.opset_import}
+        model.opset_import.extend(entry for entry in other.model.opset_import if entry.domain not in domains)
+        names[other.role] = prefix + other.tensor
+    return names
+
+
+def check_masks(others: Sequence[OtherTeacher], masks: Sequence[str | None]) -> None:
+    """Refuse a teacher without a mask that the first one has: padding would change its logits."""
+    for other in others:
+        inputs = [value.name for value in other.model.graph.input]
+        for mask in filter(None, masks):
+            got = f"{', '.join(inputs)}: export it with its mask, or padding would change its logits"
+            need(mask in inputs, "inputs-invalid", other.label, f"take {mask}, as the first teacher does", got)
 
 
 def average_logits(
-    first: NDArray[np.float32],
-    others: Sequence[LogitsTeacher],
-    batch: Batch,
+    logits: Sequence[NDArray[np.float32]],
+    others: Sequence[OtherTeacher],
     mask: NDArray[np.bool_] | None,
     options: PrecomputeOptions,
 ) -> NDArray[np.float32]:
-    """The mean logits of all teachers on a batch, of the classes that count; ``first`` is overwritten."""
-    columns, count = first.shape[-1], len(batch.indices)
+    """The mean of the first teacher's logits of a batch and of the others', of the classes that count."""
+    first, columns = logits[0], logits[0].shape[-1]
     size = columns if options.vocab_size is None else options.vocab_size
     if size > columns:
         return first  # refused with its own message
-    by_position = mask is not None and first.shape[:-1] == mask.shape
-    counted = mask if by_position else None
-    _check_padding("the first teacher", first, size, counted, options)
-    total = first[..., :size] if first.flags.writeable else first[..., :size].copy()
-    for other in others:
-        logits = other.run(batch)[:count]
-        other.check_classes(size, exact=options.vocab_size is None)
-        given, asked = list(logits.shape[:-1]), list(first.shape[:-1])
-        rule = f"give logits for the first teacher's samples and positions, {asked}"
-        got = f"{given}: export both with the same head"
-        need(given == asked, "graph-unsupported", other.who, rule, got, spec_id="CACHE-163")
-        _check_padding(other.who, logits, size, counted, options)
-        total += logits[..., :size]
-    total /= np.float32(1 + len(others))
+    counted = mask if mask is not None and first.shape[:-1] == mask.shape else None
+    for label, array in zip(("the first teacher", *(other.label for other in others)), logits, strict=True):
+        rule, got = f"give logits for the first teacher's samples and positions, {first.shape[:-1]}", array.shape[:-1]
+        remedy = "export both with the same head"
+        need(got == first.shape[:-1], "graph-unsupported", label, rule, got, remedy=remedy, spec_id="CACHE-163")
+        remedy = "take teachers of one vocabulary; where one pads it, say how many classes count (--vocab-size)"
+        rule, got = f"have the first teacher's classes for a mean of logits, {size}", array.shape[-1]
+        fits = got == size or (got > size and options.vocab_size is not None)
+        need(fits, "argument-value", label, rule, got, remedy=remedy, spec_id="CACHE-163")
+        if got > size:
+            # Padding must have no mass where its row is finite; other rows are faults of their sample.
+            rows = array.reshape(-1, got) if counted is None else array[counted]
+            with naming(label):
+                check_padding(rows[np.isfinite(rows[:, :size]).all(axis=-1)], size, options.logits_temperature)
+    total = first[..., :size].copy()
+    for array in logits[1:]:
+        total += array[..., :size]
+    total /= np.float32(len(logits))
     return total
-
-
-def count_classes(model: onnx.ModelProto, output: str) -> int | None:
-    """How many classes an output has, where the graph says it."""
-    axes = [value.type.tensor_type.shape.dim for value in model.graph.output if value.name == output]
-    return axes[0][-1].dim_value or None if axes and axes[0] else None
-
-
-def _check_padding(
-    who: str, logits: NDArray[np.float32], size: int, counted: NDArray[np.bool_] | None, options: PrecomputeOptions
-) -> None:
-    """A teacher's padding must have no mass where its row is finite; other rows are faults of their sample."""
-    if logits.shape[-1] == size:
-        return
-    rows = logits.reshape(-1, logits.shape[-1]) if counted is None else logits[counted]
-    rows = rows[np.isfinite(rows[:, :size]).all(axis=-1)]
-    with naming(who):
-        check_padding(rows, size, options.logits_temperature)
-
-
-def _find_logits(model: onnx.ModelProto, output: str | None) -> TargetTensors:
-    """The output of the usual name; where that cannot be told, the one that was named for the first teacher."""
-    try:
-        return find_targets(model, (), logits=True)
-    except ShdError:
-        if output is None:
-            raise
-    return find_targets(model, (), logits=True, output=output)
 
 
 @contextmanager
 def naming(who: str) -> Iterator[None]:
+    """Let errors say whose they are."""
     try:
         yield
     except ShdError as error:

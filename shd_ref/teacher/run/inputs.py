@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from shd_ref.cache import sample_key, trim_inputs
 from shd_ref.errors import ShdError, inputs_invalid, need
 from shd_ref.teacher.graph.inputs import SUPPLIED, TYPES, InputSizes, InputSpec
 from shd_ref.teacher.sources import TOO_LONG, Arrays, ArraySource, IndexedSource, Row, Source
-from shd_ref.teacher.sources.arrays import Spool
+from shd_ref.teacher.sources.files import Spool
 from shd_ref.teacher.sources.text import TOKEN_COLUMNS
 
 WINDOW_BATCHES: Final = 4
@@ -101,16 +100,6 @@ class Supply:
     def names(self) -> tuple[str, ...]:
         """Of the inputs that are supplied, sorted."""
         return tuple(sorted(spec.name for spec in self._specs))
-
-    @property
-    def description(self) -> str:
-        """What is supplied, in a line; empty for nothing."""
-        past = [spec.name for spec in self._specs if spec.part == "past"]
-        parts = [f"{past[0]}{f' and {len(past) - 1} more' * (len(past) > 1)} (an empty past)"] if past else []
-        parts += [f"{spec.name} (counted from the mask)" for spec in self._specs if spec.part == "positions"]
-        parts += [f"{spec.name} (zeros)" for spec in self._specs if spec.part == "types"]
-        parts += [f"{spec.name} (false)" for spec in self._specs if spec.part == "branch"]
-        return ", ".join(parts)
 
     def arrays(self, rows: int, length: int, mask: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
         """The arrays of a batch of ``rows`` samples; ``mask`` is ``(B, L)``, None where all are tokens."""
@@ -221,11 +210,6 @@ class ModelInputs:
         return self._specs[name]
 
     @property
-    def supply(self) -> str:
-        """What is fed beside the data, in a line; empty for nothing."""
-        return self._supply.description
-
-    @property
     def remark(self) -> str | None:
         """Columns that the graph does not take, and what the source says, such as how many texts were cut."""
         left = sorted({*self.ignored} - {*TOKEN_COLUMNS, *self._source.made_from, self.seed_column})
@@ -291,24 +275,6 @@ class ModelInputs:
             return batch
         arrays = batch.arrays | {self.mask: np.ones_like(batch.arrays[self.mask])}
         return replace(batch, arrays=self.with_supplied(arrays))
-
-    def padded_in_front(self, batch: Batch, count: int) -> Batch:
-        """The same samples behind so many positions that do not count."""
-        arrays = dict(batch.arrays)
-        for name in {*self._free, *filter(None, [self.mask])} & arrays.keys():
-            edges = [(0, 0), (count, 0), *[(0, 0)] * (arrays[name].ndim - 2)]
-            arrays[name] = np.pad(arrays[name], edges, constant_values=self._pads.get(name, 0))
-        return replace(batch, arrays=self.with_supplied(arrays))
-
-    @property
-    def pads_front(self) -> bool:
-        """Whether the library that reads such texts pads in front."""
-        return getattr(self._source, "pads_front", False)
-
-    @property
-    def sequences(self) -> tuple[tuple[Sequence[str], str | None], ...]:
-        """Inputs whose length the graph leaves open, and their mask: of the first sequence, and of a decoder's."""
-        return (self._free, self.mask), (self._free_decoder, self.decoder_mask)
 
     def with_supplied(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The arrays of ``names`` among these, and beside them what follows from them."""
@@ -527,39 +493,12 @@ def run_batch(session: Any, names: Sequence[str], batch: Batch) -> dict[str, NDA
     try:
         values = session.run(list(names), feeds)
     except Exception as error:  # onnxruntime's errors share no base class but Exception
-        most = None if "alloc" in str(error) else _find_limit(functools.partial(session.run, list(names)), feeds)
-        if most is not None:
-            lengths = map(max, batch.lengths, batch.decoder_lengths or batch.lengths)
-            length, row = max(zip(lengths, batch.indices, strict=True))
-            raise inputs_invalid(f"inputs, row {row}: {TOO_LONG.format(most=most, got=length)}") from error
+        lengths = map(max, batch.lengths, batch.decoder_lengths or batch.lengths)
+        longest, row = max(zip(lengths, batch.indices, strict=True))
         foreign = "indices element out of data bounds" in str(error)
         raise inputs_invalid(
             f"inputs must be what the teacher can run on; samples {list(batch.indices)[:8]} and their batch of "
-            f"{len(batch.indices)} failed: {error}" + f": {_FOREIGN}" * foreign
+            f"{len(batch.indices)} failed: {error}: if the longest, row {row} of {longest} positions, is too long "
+            "for the model, cut texts with --max-length" + f"; or {_FOREIGN}" * foreign
         ) from error
     return dict(zip(names, values, strict=True))
-
-
-def _find_limit(run: Callable[[Arrays], Any], arrays: Arrays) -> int | None:
-    """On how many positions a graph runs at most; None where a failure is not that of the length."""
-    longest = max((array.shape[1] for array in arrays.values() if array.ndim > 1), default=0)
-
-    def runs(piece: slice) -> bool:
-        def cut(array: NDArray[Any]) -> NDArray[Any]:
-            axes = (piece if axis and size == longest else slice(None) for axis, size in enumerate(array.shape))
-            return array[tuple(axes)]
-
-        try:
-            run({name: cut(array) for name, array in arrays.items()})
-        except Exception:  # as above
-            return False
-        return True
-
-    low, high = 1, longest
-    if high < 2 or not runs(slice(0, 1)):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if runs(slice(0, middle)) else (low, middle)
-    # If what the next position holds were at fault, such as an id, the piece that begins with it would fail too.
-    return low if runs(slice(low, 2 * low)) else None

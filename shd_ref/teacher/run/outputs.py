@@ -12,24 +12,13 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Extent
 from shd_ref.errors import ShdError
-from shd_ref.merging.plans import MergePlan
-from shd_ref.teacher.graph.targets import TargetTensors
-from shd_ref.teacher.options import PrecomputeOptions
+from shd_ref.teacher.graph.targets import LAST_ROLE, LOGITS, POOLED
 from shd_ref.teacher.rewrite.squeeze import SqueezedLayer
 from shd_ref.teacher.rewrite.tiles import TiledRows
 from shd_ref.teacher.session import open_session
 
 if TYPE_CHECKING:
     from shd_ref.teacher.run.teacher import TeacherRun
-
-
-@dataclass(frozen=True, eq=False)
-class Student:
-    """A student that a pass serves: its number among them, what to make of the teacher, the rounds of its layers."""
-
-    number: int
-    options: PrecomputeOptions
-    plans: tuple[MergePlan, ...]
 
 
 _OF_CHECKS: Final = ("probs", "values", "merged", "groups", "sums", "weights")
@@ -42,7 +31,7 @@ def _array(role: str) -> property:
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """What a run gave for one layer of one student, by role as in ``SqueezedLayer``. Indexed by samples.
+    """What a run gave for one layer, by role as in ``SqueezedLayer``. Indexed by samples.
 
     ``row_mask`` ``(B, L)``, None: every row counts; ``ahead`` ``(B,)`` is ``looks_ahead`` where checks are no longer
     held; ``rows`` makes the maps of a layer that ran in tiles.
@@ -128,56 +117,34 @@ class LayerOutputs:
         return self.queries.shape[-2], self.keys.shape[-2]
 
 
+_TITLES: Final = {
+    LOGITS: "its logits",
+    POOLED: "the states that embeddings are pooled from",
+    LAST_ROLE: "the states that its head reads",
+}
+
+
 @dataclass(frozen=True, eq=False)
 class TargetOutputs:
-    """Logits ``(B, L, V)`` or ``(B, V)`` and hidden states ``(B, L, D)`` of a run, float32 with padding.
+    """Targets of a run by role, float32 with padding: logits ``(B, L, V)`` or ``(B, V)``, states ``(B, L, D)``."""
 
-    ``pooled`` are states ``(B, L, D)`` that embeddings are made of, ``last`` those that the head reads.
-    """
-
-    logits: NDArray[np.float32] | None
-    hidden: Mapping[int, NDArray[np.float32]]
+    arrays: Mapping[str, NDArray[np.float32]]
     row_mask: NDArray[np.bool_] | None = None
-    pooled: NDArray[np.float32] | None = None
-    last: NDArray[np.float32] | None = None
-
-    @classmethod
-    def read(
-        cls, tensors: TargetTensors, outputs: Mapping[str, NDArray[Any]], row_mask: NDArray[np.bool_] | None
-    ) -> TargetOutputs:
-        logits = None if tensors.logits is None else outputs[tensors.logits]
-        pooled = None if tensors.pooled is None else outputs[tensors.pooled]
-        last = None if tensors.last is None else outputs[tensors.last]
-        return cls(logits, {layer: outputs[name] for layer, name in tensors.hidden}, row_mask, pooled, last)
 
     def __getitem__(self, samples: int | Sequence[int]) -> TargetOutputs:
-        states = (self.logits, self.pooled, self.last)
-        logits, pooled, last = (None if array is None else array[samples] for array in states)
         mask = None if self.row_mask is None else self.row_mask[samples]
-        hidden = {layer: states[samples] for layer, states in self.hidden.items()}
-        return TargetOutputs(logits, hidden, mask, pooled, last)
-
-    @property
-    def titles(self) -> dict[str, NDArray[np.float32]]:
-        arrays = {f"hidden state {layer}": states for layer, states in self.hidden.items()}
-        arrays |= {} if self.pooled is None else {"what embeddings are pooled from": self.pooled}
-        arrays |= {} if self.last is None else {"the states that its head reads": self.last}
-        return arrays | ({} if self.logits is None else {"its logits": self.logits})
+        return TargetOutputs({role: array[samples] for role, array in self.arrays.items()}, mask)
 
     @property
     def positions(self) -> int | None:
         """Rows of each sample, padding included; None of a classifier, and where nothing was asked for."""
-        return next((array.shape[-2] for array in self.titles.values() if array.ndim == 3), None)
+        return next((array.shape[-2] for array in self.arrays.values() if array.ndim == 3), None)
 
 
 @dataclass(frozen=True, eq=False)
-class StudentOutputs:
-    """What a run gave one student; targets are the same for all students.
+class BatchOutputs:
+    """What a batch gave. Indexed by samples, by their numbers in it; arrays of a single one have no batch axis."""
 
-    Indexed by samples, by their numbers in the batch; the arrays of a single one have no batch axis.
-    """
-
-    student: Student
     indices: tuple[int, ...]
     keys: tuple[str, ...]
     extents: tuple[Extent, ...]
@@ -185,7 +152,7 @@ class StudentOutputs:
     targets: TargetOutputs
 
     @classmethod
-    def joined(cls, parts: Sequence[StudentOutputs]) -> StudentOutputs:
+    def joined(cls, parts: Sequence[BatchOutputs]) -> BatchOutputs:
         """Of a batch that ran some layers at a time."""
         extents = tuple(
             replace(extents[0], shapes=tuple(shape for extent in extents for shape in extent.shapes))
@@ -194,10 +161,9 @@ class StudentOutputs:
         layers = tuple(layer for outputs in parts for layer in outputs.layers)
         return replace(parts[0], extents=extents, layers=layers)
 
-    def __getitem__(self, samples: int | Sequence[int]) -> StudentOutputs:
+    def __getitem__(self, samples: int | Sequence[int]) -> BatchOutputs:
         numbers = [samples] if isinstance(samples, int) else samples
-        return StudentOutputs(
-            self.student,
+        return BatchOutputs(
             tuple(self.indices[number] for number in numbers),
             tuple(self.keys[number] for number in numbers),
             tuple(self.extents[number] for number in numbers),
@@ -218,7 +184,7 @@ class StudentOutputs:
         return self.extents[0]
 
 
-def find_faults(work: TeacherRun, outputs: StudentOutputs, *, stop: bool | None = None) -> dict[int, str]:
+def find_faults(work: TeacherRun, outputs: BatchOutputs, *, stop: bool | None = None) -> dict[int, str]:
     """Where the teacher first went wrong on samples of a batch, on rows that count, by their index.
 
     What a receipt says about them; with ``stop``, by default as the options say, the first is raised.
@@ -243,10 +209,10 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs, *, stop: bool | None 
     else:
         suspects = []
         for batch in work.checked_batches(indices[number] for number in numbers):
-            checked = work.squeeze(batch, checked=True)[outputs.student.number]
+            checked = work.squeeze(batch, checked=True)
             suspects += [checked[number] for number in range(len(batch.indices))]
     reasons = {sample.index: reason for sample in suspects if (reason := _why_not_finite(sample)) is not None}
-    for number, index in enumerate(indices if targets.titles else ()):
+    for number, index in enumerate(indices if targets.arrays else ()):
         title = _target_not_finite(work, outputs[number]) if index not in reasons else None
         if title is not None:
             reasons[index] = f"the teacher gives NaN or infinity in {title}"
@@ -258,14 +224,14 @@ def find_faults(work: TeacherRun, outputs: StudentOutputs, *, stop: bool | None 
     return reasons
 
 
-def _target_not_finite(work: TeacherRun, sample: StudentOutputs) -> str | None:
+def _target_not_finite(work: TeacherRun, sample: BatchOutputs) -> str | None:
     """The target that is not finite on a row that counts; classes that only pad the vocabulary may be."""
     mask = sample.targets.row_mask
-    for title, array in sample.targets.titles.items():
-        rows = array[..., : work.options.vocab_size] if array is sample.targets.logits else array
+    for role, array in sample.targets.arrays.items():
+        rows = array[..., : work.options.vocab_size] if role == LOGITS else array
         by_position = mask is not None and rows.shape[:-1] == mask.shape  # others are refused for that
         if not np.isfinite(rows[mask] if by_position else rows).all():
-            return title
+            return _TITLES.get(role, role.replace("hidden-", "hidden state "))
     return None
 
 
@@ -280,7 +246,7 @@ def _is_doubtful(codes: NDArray[Any]) -> NDArray[np.bool_]:
     return unsure
 
 
-def _why_not_finite(sample: StudentOutputs) -> str | None:
+def _why_not_finite(sample: BatchOutputs) -> str | None:
     """The first layer, and the head, that is not finite in a sample with check outputs."""
     for outputs in sample.layers:
         layer = outputs.layer

@@ -1,181 +1,68 @@
-"""A teacher over a data set: its graph, the inputs, and sessions that squeeze its attention for students."""
+"""A teacher over a data set: its graph, the inputs, and sessions that squeeze its attention."""
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Extent, Teacher
 from shd_ref.cache.codecs.logits import check_padding
-from shd_ref.cache.forms.attention import KindLayers, TokenGroups
-from shd_ref.errors import ShdError, graph_unsupported, need
-from shd_ref.merging.plans import PLAN_KINDS, merge_plan, plan_groups
-from shd_ref.teacher.graph.factors import SiteFactors, choose_stored
-from shd_ref.teacher.graph.find import (
-    AttentionSite,
-    Chosen,
-    SiteKinds,
-    choose_layers,
-    find_kinds,
-    find_sites,
-    select_sites,
-)
-from shd_ref.teacher.graph.independence import NOT_ITS_OWN, SEVERAL, SHARED_SCALES, rounds_in_run, shares_scales
-from shd_ref.teacher.graph.inputs import (
-    TOO_MUCH,
-    InputSpec,
-    check_bounds,
-    count_rows,
-    frozen_specs,
-    input_specs,
-    read_pads,
-)
-from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, choose_targets, dtype_of
-from shd_ref.teacher.graph.tiles import find_tiles
-from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
+from shd_ref.cache.documents import sample_order
+from shd_ref.cache.forms.attention import TokenGroups
+from shd_ref.errors import graph_unsupported, need
+from shd_ref.merging.matching import match_factored
+from shd_ref.merging.plans import PLAN_KINDS, MergePlan, merge_plan, plan_groups
+from shd_ref.teacher.graph.find import projection_of
+from shd_ref.teacher.graph.inputs import check_bounds, count_rows, frozen_specs, read_pads
+from shd_ref.teacher.graph.targets import LAST_ROLE, LOGITS, GraphHead, TargetTensors
+from shd_ref.teacher.opening.model import rounds_in_run, shares_scales
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
-from shd_ref.teacher.rewrite.squeeze import GROUPS_INPUT, SqueezedGraph, SqueezedLayer, list_plans, squeeze_graph
-from shd_ref.teacher.rewrite.tiles import Tiling, choose_tile, list_slots
-from shd_ref.teacher.run.averaged import LogitsTeacher, average_logits, count_classes
+from shd_ref.teacher.rewrite.squeeze import SqueezedLayer, list_plans, squeeze_graph
+from shd_ref.teacher.rewrite.tiles import SiteTiles, Tiling, find_tiles
+from shd_ref.teacher.run.averaged import average_logits, check_masks
+from shd_ref.teacher.run.graph import Session, Sessions, TeacherGraph, batch_groups, groups_specs
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
-from shd_ref.teacher.run.outputs import LayerOutputs, MapRows, Student, StudentOutputs, TargetOutputs
-from shd_ref.teacher.run.reading import match_plans
-from shd_ref.teacher.sentence_folder import PADS_FRONT
+from shd_ref.teacher.run.outputs import BatchOutputs, LayerOutputs, MapRows, TargetOutputs
 from shd_ref.teacher.session import (
     check_run,
     describe_session,
     is_cpu,
     open_session,
     provider_name,
-    run_beside,
     share_threads,
+    threads_for,
 )
 from shd_ref.teacher.sources import Arrays, Source
-from shd_ref.tokens import id_groups, patch_groups
 
 CHECKED_BYTES: Final = 2**28
 """Maps of the teacher and merged maps, in float32, that are asked of the graph at once (but at least a sample's)."""
 TARGET_BYTES: Final = 2**29
 """Logits and hidden states, in float32, that are asked of the graph at once (but at least a sample's)."""
 
+EXPORT_OTHERWISE: Final = (
+    "export the model in evaluation mode (model.eval()), with the samples on the first axis of every input "
+    "(batch_first=True in torch.nn.MultiheadAttention and torch.nn.TransformerEncoder), and without layers that "
+    "compute over the batch"
+)
+_NOT_ITS_OWN: Final = (
+    f"its maps of a sample change with the other samples of the batch, or from run to run: {EXPORT_OTHERWISE}"
+)
+_SEVERAL: Final = (
+    "it has {number} maps per sample, such as for windows of an image, and a record holds one: select other sites "
+    "(--sites), or take a teacher whose attention spans the whole sample"
+)
+_SHARED_SCALES: Final = (
+    "dynamic quantisation takes scales from the whole batch, so precompute runs one sample at a time: the float form "
+    "of the model runs in batches"
+)
+
 HEAD_ROWS: Final = 64
 """Rows on which a head is compared with the graph's own logits."""
-
-
-@dataclass(frozen=True, eq=False)
-class TeacherGraph:
-    """A teacher's graph, and what of it the options of a run ask for.
-
-    Attributes:
-        path, sha256: of the file; the hash of it and of its external data, waited for when asked for.
-        model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
-        sites, site_kinds: all its attention, supported or not, and what kind of attention each is.
-        options: of the first student; those of others differ in heads and plans alone.
-        layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
-        num_student_layers, kinds: L_s and calls of each kind, where explicit pairs do not leave them open.
-        num_heads: H of all layers; 0 without any.
-        targets: what is asked for beside attention.
-    """
-
-    path: Path
-    sha256: Callable[[], str]
-    model: onnx.ModelProto
-    bare: onnx.ModelProto
-    weights: Weights
-    sites: tuple[AttentionSite, ...]
-    site_kinds: SiteKinds
-    options: PrecomputeOptions
-    layers: Chosen
-    num_student_layers: int | None
-    kinds: tuple[KindLayers, ...]
-    factors: tuple[SiteFactors, ...]
-    num_heads: int
-    targets: TargetTensors
-
-    @classmethod
-    def open(
-        cls, path: Path, options: PrecomputeOptions, decoder_mask: str | None = None, callers: int = 0
-    ) -> TeacherGraph:
-        """Load a file that is not trusted, find its attention, and choose what the options ask for."""
-        model = load_teacher(path)
-        # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
-        sha256 = run_beside(functools.partial(hash_teacher, path), callers, daemon=True)
-        specs, sites = input_specs(model), find_sites(model)
-        endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
-        if endless is not None:  # also where no attention is asked for
-            raise graph_unsupported(endless)
-        kinds = find_kinds(model, sites, specs, decoder_mask)
-        selected = select_sites(sites, options.sites) if sites and options.has_attention else ()
-        layers, meant, counts = choose_layers(sites, selected, kinds, options)
-        targets = choose_targets(model, sites, kinds, options)
-        factors = choose_stored(model, layers, kinds, options)
-        bare, weights = take_weights(model)
-        return cls(
-            path=path,
-            sha256=sha256,
-            model=model,
-            bare=bare,
-            weights=weights,
-            sites=sites,
-            site_kinds=kinds,
-            options=options,
-            layers=layers,
-            num_student_layers=meant,
-            kinds=counts,
-            factors=factors,
-            num_heads=max((site.num_heads or 0 for _, site in layers), default=0),
-            targets=targets,
-        )
-
-    def storing(self, options: PrecomputeOptions) -> TeacherGraph:
-        """The same layers and targets, stored in another way."""
-        check_options(options)
-        factors = choose_stored(self.model, self.layers, self.site_kinds, options)
-        return replace(self, options=options, factors=factors)
-
-    @property
-    def head(self) -> GraphHead | None:
-        """The head that ``exact`` targets keep."""
-        return self.targets.head
-
-    @property
-    def has_decoder_rows(self) -> bool:
-        """Whether rows of logits and hidden states are positions of a decoder, beside an encoder's."""
-        return bool(self.site_kinds.kinds)
-
-    @property
-    def dtype(self) -> str:
-        return dtype_of(self.model, [site for _, site in self.layers], self.targets)
-
-    def masks_of(self, inputs: ModelInputs) -> dict[int, tuple[str | None, str | None]]:
-        """By site the inputs that say which rows, and which keys, of its maps count; None where all do.
-
-        Maps that have other rows or keys than their mask has positions are refused.
-        """
-        masks = {}
-        for _, site in self.layers:
-            kind = self.site_kinds.kind(site)
-            rows = inputs.decoder_mask if kind in ("decoder", "cross") else inputs.mask
-            keys = inputs.decoder_mask if kind == "decoder" else inputs.mask
-            masks[site.layer] = rows, None if site.layer in self.site_kinds.own_keys else keys
-            read = site.row_inputs, site.key_inputs
-            for axis, mask, sources in zip(("rows", "keys"), masks[site.layer], read, strict=True):
-                if mask is not None and sources is not None and mask not in sources:
-                    raise graph_unsupported(
-                        f"{site.label} must have as many {axis} as {mask} has positions, but the graph joins tokens "
-                        "to the sequence (a class token, registers), or shortens it: export a wrapper whose inputs "
-                        "and mask have a position for each, a placeholder, or select other sites (--sites)"
-                    )
-        return masks
 
 
 @dataclass(eq=False)
@@ -185,39 +72,46 @@ class TeacherRun:
     Several threads may call ``squeeze``, after ``sessions.open``.
 
     Attributes:
-        graph, inputs, sessions, others: the teacher; the data; its squeezed graph as it runs; further teachers.
-        students, options: whom a batch serves; options of the first.
+        graph, inputs, sessions: the teacher; the data; its squeezed graph as it runs.
+        plans: the rounds of every layer.
         asked, run: how samples are to run; how they do, one at a time where a batch would move their numbers.
         callers, num_threads: batches that run at once, 0 for one on the caller's thread; threads of a session.
-        logit_columns: classes that this teacher gives, padding included, once a run told.
-        is_moved: whether texts that its tokenizer pads in front are then others, once ``check_company`` told.
+        masks: by site the inputs that say which rows, and which keys, of its maps count.
+        logit_columns: classes that each teacher gives, padding included, once a run told.
     """
 
     graph: TeacherGraph
     inputs: ModelInputs
-    students: tuple[Student, ...]
+    plans: tuple[MergePlan, ...]
     asked: RunOptions
-    others: tuple[LogitsTeacher, ...] = ()
     tiling: Tiling | None = None
     callers: int = 0
     num_threads: int | None = None
-    logit_columns: int | None = field(default=None, init=False)
-    is_moved: bool = field(default=False, init=False)
+    logit_columns: tuple[int, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         graph, asked = self.graph, self.asked
-        self.options, self._alone = graph.options, _run_alone(graph, self.others)
+        # A record must be its sample's alone: in a batch, others would move the scales that round it.
+        self.options, self._alone = graph.options, shares_scales(graph.model)
         self.run = replace(asked, batch_size=1, batch_tokens=None) if self._alone else asked
-        self._masks = graph.masks_of(self.inputs)
-        row_masks = {layer: self._masks[site.layer][0] for layer, site in graph.layers}
-        self.sessions = Sessions(graph, self.students, row_masks, asked.provider, self.num_threads, self.tiling)
+        self.masks = graph.masks_of(self.inputs)
+        row_masks = {layer: self.masks[site.layer][0] for layer, site in graph.layers}
+        if self.tiling is not None:
+            slots = {}
+            for (_, site), plan in zip(graph.layers, self.plans, strict=True):
+                is_mean, heads = self.options.strategy == "mean", graph.num_heads
+                groups = [tuple(range(heads))] if is_mean else plan_groups(plan, heads)
+                if (tiles := self.tiling.of(site)) is not None:
+                    slots[site.layer] = list_slots(tiles, groups)
+            self.tiling = replace(self.tiling, slots=slots)
+        self.sessions = Sessions(graph, self.plans, row_masks, asked.provider, self.num_threads, self.tiling)
 
     @classmethod
     def open(
         cls,
         teacher: Path,
         source: Source | Arrays,
-        students: Sequence[PrecomputeOptions],
+        options: PrecomputeOptions,
         run: RunOptions,
         on_read: Callable[[int, int], None] | None = None,
         input_names: Collection[str] | None = None,
@@ -229,94 +123,80 @@ class TeacherRun:
         With ``ahead`` two threads will call ``squeeze``: sessions leave one to the second, and the file is hashed
         beside.
         """
-        options = students[0]
-        for student in students:
-            check_options(student)
+        check_options(options)
         check_run(run)
-        others = options.with_teachers
-        places = [teacher.resolve(), *(other.resolve() for other in others)]
-        rule = "name each teacher once, and not the first"
-        distinct = len({*places}) == len(places)
-        need(distinct, "argument-value", "with_teachers", rule, ", ".join(map(str, others)), spec_id="CACHE-163")
         on_cpu = is_cpu(run.provider)
         callers, num_threads = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else (0, run.num_threads)
         graph = TeacherGraph.open(teacher, options, run.decoder_mask, callers)
-        of_session = replace(run, num_threads=num_threads)
-        averaged = [LogitsTeacher(path, options, of_session) for path in others]
-        stated = options.vocab_size
-        size = count_classes(graph.model, str(graph.targets.logits)) if stated is None else stated
-        if size is not None:  # as far as the graphs say how many classes they have
-            for other in averaged:
-                other.check_classes(size, exact=stated is None)
-        count, given = len(graph.layers), []
-        for student in students:
-            # A plan that is matched on the data comes later; its number of heads is refused now.
-            known = (PLAN_KINDS[0] if plan == MATCHED else plan for plan in list_plans(student, count))
-            given.append(tuple(merge_plan(graph.num_heads, student.num_student_heads, plan) for plan in known))
+        plans = _known_plans(graph)
         # After what can be refused at once, because it reads the whole data set.
-        groups = None if options.groups is None else TokenGroups.parse(options.groups)
-        rule, got = "be left out for a teacher with two sequences", options.groups
-        need(groups is None or not graph.kinds, "argument-value", "groups", rule, got, spec_id="CACHE-131")
-        rule = "be 0, or left out, where maps are pooled"
-        need(groups is None or not run.tile, "argument-value", "tile", rule, run.tile, spec_id="CACHE-131")
-        own = None if groups is None or not groups.column else groups.column
-        inputs = ModelInputs(
-            source,
-            [
-                *frozen_specs(graph.model, [site.walk.probs for _, site in graph.layers]),
-                *([] if groups is None else groups_specs(groups)),
-            ],
-            run.mask,
-            options.seed_column,
-            on_read,
-            input_names,
-            decoder=graph.site_kinds.decoder_inputs,
-            decoder_mask=graph.site_kinds.decoder_mask,
-            rows=count_rows(graph.model),
-            pads=read_pads(graph.model),
-            groups=own,
-        )
-        read = [name for _, site in graph.layers for name in (site.probs, site.values)] + list(graph.targets.titles)
-        check_bounds(graph.model, read, lambda: inputs.shortest().arrays)
-        for other in averaged:
-            other.fit(inputs)
-        runs = replace(run, batch_size=1) if _run_alone(graph, averaged) else run
-        masks, made = graph.masks_of(inputs), []
-        for number, student in enumerate(students):
-            is_matched = student.plans is None and student.plan == MATCHED
-            plans = match_plans(graph, inputs, masks, student, runs) if is_matched else given[number]
-            made.append(Student(number, student, plans))
-        tiling = _choose_tiling(graph, inputs, made, runs)
-        return cls(graph, inputs, tuple(made), run, tuple(averaged), tiling, callers, num_threads)
+        inputs = _read_inputs(graph, source, run, on_read, input_names)
+        tensors = [name for _, site in graph.layers for name in (site.probs, site.values)]
+        check_bounds(graph.model, [*tensors, *graph.targets.names.values()], lambda: inputs.shortest().arrays)
+        check_masks(graph.others, (inputs.mask, inputs.decoder_mask))
+        work = cls(graph, inputs, plans, run, _choose_tiling(graph, inputs, run), callers, num_threads)
+        return replace(work, plans=work.match_plans()) if options.plans is None and options.plan == MATCHED else work
 
     def storing(self, **changes: str) -> TeacherRun:
         """The same teacher on the same inputs, merged by the same plans, in new sessions: stored in another way."""
-        students = tuple(
-            replace(student, options=replace(student.options, **changes))  # type: ignore[arg-type]
-            for student in self.students
-        )
-        return replace(self, graph=self.graph.storing(students[0].options), students=students)
+        return replace(self, graph=self.graph.storing(replace(self.options, **changes)))  # type: ignore[arg-type]
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the user should know of the run, such as why samples run one at a time."""
         untiled = () if self.tiling is None else self.tiling.whole
         remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
-        shared = (SHARED_SCALES,) * (self.run != self.asked)
-        return (*shared, *(PADS_FRONT,) * self.is_moved, *remarks)
+        shared = (_SHARED_SCALES,) * (self.run != self.asked)
+        return (*shared, *remarks)
 
     def fingerprint(self) -> Teacher:
         """The teacher's identity for the manifest: a hash of the model file and of its external data."""
         graph = self.graph
-        rounds = any(map(rounds_in_run, (graph.model, *(other.model for other in self.others))))
-        session = describe_session() if rounds else ""
+        session = describe_session() if rounds_in_run(graph.model) else ""
         return Teacher(graph.sha256(), graph.path.name, provider_name(self.run.provider), graph.dtype, session)
 
-    def squeeze(self, batch: Batch, *, checked: bool = False) -> tuple[StudentOutputs, ...]:
-        """Run a batch once, for all students."""
+    def squeeze(self, batch: Batch, *, checked: bool = False) -> BatchOutputs:
+        """Run a batch."""
         return self._squeeze(self.sessions.open(checked=checked), batch)
 
-    def squeeze_parts(self, batch: Batch) -> Iterator[tuple[StudentOutputs, ...]]:
+    def match_plans(self) -> tuple[MergePlan, ...]:
+        """The plan of every layer, matched on the first samples of CACHE-26's order (PLAN-9 to PLAN-13).
+
+        Raises ``dependency-missing`` without networkx. With ``on_error="skip"`` samples that give NaN do not choose.
+        """
+        options, inputs = self.options, self.inputs
+        order = sample_order(len(inputs), self.run.seed)[: options.calibration_samples]
+        chosen, plans = [int(index) for index in order], []
+        for number, (_, site) in enumerate(self.graph.layers):
+            calibration, (rows, _) = [], self.masks[site.layer]
+            for batch, probs, values in self.read_maps(number, inputs.batches(chosen, self.run.batch_size)):
+                sound = np.full(len(probs), True)
+                if options.on_error == "skip":
+                    sound = np.isfinite(probs).all(axis=(1, 2, 3)) & np.isfinite(values).all(axis=(1, 2, 3))
+                mask = None if rows is None else batch.arrays[rows][: len(sound)][sound].astype(np.bool_)
+                if sound.any():
+                    calibration.append((probs[sound], values[sound], mask))
+            largest = max((probs[0, 0].size for probs, *_ in calibration), default=0)
+            with threads_for(largest * 2 * (site.d_v or 0)):
+                weight, heads = projection_of(site), options.num_student_heads
+                plans.append(match_factored(calibration, weight, heads, options.matched_by, row_sums=site.row_sums))
+        return tuple(plans)
+
+    def read_maps(
+        self, number: int, batches: Iterable[Batch]
+    ) -> Iterator[tuple[Batch, NDArray[Any], NDArray[np.float32]]]:
+        """Of one layer the maps ``(B, H, L, S)``, whole and in their own dtype, and V ``(B, H, S, d_v)``."""
+        chosen = self.graph.layers[number : number + 1]
+        session = self.sessions.make(True, chosen, has_targets=False, whole=True)
+        (layer,) = session.graph.layers
+        names = [layer.names["probs"], layer.names["values"]]
+        for batch in batches:
+            arrays = self.sessions.run(session, names, batch)
+            probs, values = (arrays[name][: len(batch.indices)] for name in names)
+            # The own dtype decides how exactly rows must sum to one.
+            yield batch, probs.astype(layer.site.dtype or "float32"), values
+
+    def squeeze_parts(self, batch: Batch) -> Iterator[BatchOutputs]:
         """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
         longest = max((array.shape[1] for array in batch.arrays.values() if array.ndim > 1), default=1)
         most = self._count_held(len(batch.arrays[self.inputs.names[0]]), longest)
@@ -331,36 +211,48 @@ class TeacherRun:
             # Each session ends with its run, and gives its memory back.
             yield self._squeeze(self.sessions.make(True, self.graph.layers[start : start + most], start == 0), batch)
 
-    def _squeeze(self, session: Session, batch: Batch) -> tuple[StudentOutputs, ...]:
+    def _squeeze(self, session: Session, batch: Batch) -> BatchOutputs:
         count, rows = len(batch.indices), len(batch.arrays[self.inputs.names[0]])
         values = self.sessions.run(session, session.names, batch)
         graph = session.graph
-        made_again = [[self._rows_of(layer, values, count) for layer in layers] for layers in graph.students]
-        held = {name for layers in graph.students for layer in layers for name in layer.source_names}
+        made_again = [self._rows_of(layer, values, count) for layer in graph.layers]
+        held = {name for layer in graph.layers for name in layer.source_names}
         values = {name: array for name, array in values.items() if name not in held}
         for output, array in values.items():  # which short cuts of the samples may not have shown
             if len(array) != rows:
                 number, rest = divmod(len(array), rows)
-                reason = NOT_ITS_OWN if rest or number < 2 else SEVERAL.format(number=number)
+                reason = _NOT_ITS_OWN if rest or number < 2 else _SEVERAL.format(number=number)
                 raise graph_unsupported(f"what is made of attention ({output}) cannot be stored: {reason}")
         values = {name: array[:count] for name, array in values.items()}  # a fixed batch may have been filled up
         masks = self.row_masks(batch)
-        targets = TargetOutputs.read(graph.targets, values, self.target_mask(batch))
-        if targets.logits is not None:
-            self.logit_columns = targets.logits.shape[-1]
-            if self.others:
-                with self.sessions.turn:
-                    mean = average_logits(targets.logits, self.others, batch, targets.row_mask, self.options)
-                targets = replace(targets, logits=mean)
-        keys, outputs = tuple(map(self.inputs.key, batch.indices)), []
-        for student, squeezed in zip(self.students, graph.students, strict=True):
-            layers = tuple(
-                LayerOutputs.read(layer, values, masks[layer.student_layer], maps)
-                for layer, maps in zip(squeezed, made_again[student.number], strict=True)
-            )
-            extents = self._extents(batch, layers, targets)
-            outputs.append(StudentOutputs(student, batch.indices, keys, extents, layers, targets))
-        return tuple(outputs)
+        mask = self.target_mask(batch)
+        targets = {role: values[name] for role, name in graph.targets.names.items()}
+        if LOGITS in targets:
+            logits = [targets.pop(role) for role in (LOGITS, *(other.role for other in self.graph.others))]
+            self.logit_columns = tuple(array.shape[-1] for array in logits)
+            is_mean = bool(self.graph.others)
+            targets[LOGITS] = average_logits(logits, self.graph.others, mask, self.options) if is_mean else logits[0]
+        of_batch = TargetOutputs(targets, mask)
+        layers = tuple(
+            LayerOutputs.read(layer, values, masks[layer.student_layer], maps)
+            for layer, maps in zip(graph.layers, made_again, strict=True)
+        )
+        if self.sessions.groups is None:
+            self._check_axes(batch, layers)
+        keys = tuple(map(self.inputs.key, batch.indices))
+        return BatchOutputs(batch.indices, keys, self._extents(batch, layers, of_batch), layers, of_batch)
+
+    def _check_axes(self, batch: Batch, layers: Sequence[LayerOutputs]) -> None:
+        """Refuse maps with other rows or keys than their masks have positions: a record would hold others of them."""
+        for layer in layers:
+            site = layer.layer.site
+            for axis, size, mask in zip(("rows", "keys"), layer.map_axes, self.masks[site.layer], strict=True):
+                if mask is not None and batch.arrays[mask].shape[1] != size:
+                    raise graph_unsupported(
+                        f"{site.label} must have as many {axis} as {mask} has positions, but the graph joins tokens "
+                        "to the sequence (a class token, registers), or shortens it: export a wrapper whose inputs "
+                        "and mask have a position for each, a placeholder, or select other sites (--sites)"
+                    )
 
     def _rows_of(self, layer: SqueezedLayer, values: Mapping[str, NDArray[Any]], count: int) -> MapRows | None:
         if layer.rows is None:
@@ -389,7 +281,7 @@ class TeacherRun:
                 continue
             shapes = []
             for layer in layers:
-                of_rows, of_keys = self._masks[layer.layer.site.layer]
+                of_rows, of_keys = self.masks[layer.layer.site.layer]
                 num_rows, num_keys = layer.map_axes
                 num_rows = num_rows if of_rows is None else lengths[of_rows][number]
                 shapes.append((num_rows, num_keys if of_keys is None else lengths[of_keys][number]))
@@ -406,7 +298,7 @@ class TeacherRun:
 
     def row_masks(self, batch: Batch) -> dict[int, NDArray[np.bool_] | None]:
         """By student layer ``(B, L)``, True = the row of its maps counts; None where every row does."""
-        names, count = {layer: self._masks[site.layer][0] for layer, site in self.graph.layers}, len(batch.indices)
+        names, count = {layer: self.masks[site.layer][0] for layer, site in self.graph.layers}, len(batch.indices)
         return {
             layer: None if name is None else batch.arrays[name][:count].astype(np.bool_)
             for layer, name in names.items()
@@ -443,18 +335,16 @@ class TeacherRun:
 
     def _count_held(self, maps: int, longest: int) -> int:
         """How many things with so many maps of every head each may be among the check outputs."""
-        heads = self.graph.num_heads + max(student.options.num_student_heads for student in self.students)
+        heads = self.graph.num_heads + self.options.num_student_heads
         return max(1, CHECKED_BYTES // max(4 * maps * heads * longest**2, 1))
 
     def _count_targets(self, indices: Sequence[int]) -> int:
         """How many of these samples may give logits and hidden states at once, by widths that a run tells."""
-        if not self.graph.targets or self.inputs.fixed_batch is not None or self.sessions.target_columns == 0:
+        if not self.graph.targets.names or self.inputs.fixed_batch is not None:
             return len(indices)
-        if self.sessions.target_columns is None or any(other.columns is None for other in self.others):
+        if self.sessions.target_columns is None:
             self.squeeze(self.inputs.shortest())
-        # Beside the first teacher's, one other's logits are held at a time.
-        columns = self.sessions.target_columns or 0
-        columns += max((other.columns or 0 for other in self.others), default=0)
+        columns = self.sessions.target_columns
         if not columns:
             return len(indices)
         entries = columns * max(self.inputs.longest_axis(indices), 1)
@@ -462,13 +352,15 @@ class TeacherRun:
 
     def run_head(self, index: int, head: GraphHead) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Last states ``(R, D)`` of a sample and the graph's own logits ``(R, V)``, of rows spread over it."""
-        graph = squeeze_graph(self.graph.bare, (), targets=TargetTensors(head.logits, last=head.states))
+        graph = squeeze_graph(
+            self.graph.bare, (), targets=TargetTensors({LOGITS: head.logits, LAST_ROLE: head.states})
+        )
         run = self.run
         session = open_session(
             graph.model, provider=run.provider, num_threads=run.num_threads, weights=self.graph.weights
         )
         batch = self.inputs.batch((index,))
-        names = [str(graph.targets.last), str(graph.targets.logits)]
+        names = [graph.targets.names[LAST_ROLE], graph.targets.names[LOGITS]]
         values, mask = run_batch(session, names, batch), self.target_mask(batch)
         states, logits = (values[name][:1] for name in names)
         if states.ndim != 3 or logits.shape[:2] != states.shape[:2]:
@@ -480,133 +372,78 @@ class TeacherRun:
         return states[0, few], logits[0, few, : self.options.vocab_size]
 
 
-def _run_alone(graph: TeacherGraph, others: Sequence[LogitsTeacher]) -> bool:
-    """A record must be its sample's alone: in a batch, others would move the scales that round it."""
-    return any(map(shares_scales, (graph.model, *(other.model for other in others))))
+def _known_plans(graph: TeacherGraph) -> tuple[MergePlan, ...]:
+    """The plan of every layer; of one that is matched on the data, which comes later, the heads are refused now."""
+    plans = (PLAN_KINDS[0] if plan == MATCHED else plan for plan in list_plans(graph.options, len(graph.layers)))
+    return tuple(merge_plan(graph.num_heads, graph.options.num_student_heads, plan) for plan in plans)
 
 
-def _choose_tiling(
-    graph: TeacherGraph, inputs: ModelInputs, students: Sequence[Student], run: RunOptions
-) -> Tiling | None:
+def _read_inputs(
+    graph: TeacherGraph,
+    source: Source | Arrays,
+    run: RunOptions,
+    on_read: Callable[[int, int], None] | None,
+    names: Collection[str] | None,
+) -> ModelInputs:
+    """Read the data set once, for what this graph takes, and for groups of tokens where maps are pooled."""
+    groups = None if graph.options.groups is None else TokenGroups.parse(graph.options.groups)
+    specs = frozen_specs(graph.model, [site.walk.probs for _, site in graph.layers])
+    if groups is not None:
+        rule, got = "be left out for a teacher with two sequences", graph.options.groups
+        need(not graph.kinds, "argument-value", "groups", rule, got, spec_id="CACHE-131")
+        rule = "be 0, or left out, where maps are pooled"
+        need(not run.tile, "argument-value", "tile", rule, run.tile, spec_id="CACHE-131")
+        specs = (*specs, *groups_specs(groups))
+    return ModelInputs(
+        source,
+        specs,
+        run.mask,
+        graph.options.seed_column,
+        on_read,
+        names,
+        decoder=graph.site_kinds.decoder_inputs,
+        decoder_mask=graph.site_kinds.decoder_mask,
+        rows=count_rows(graph.model),
+        pads=read_pads(graph.model),
+        groups=None if groups is None else groups.column or None,
+    )
+
+
+TILE_BYTES: Final = 2**24
+"""Maps of a tile in float32, about."""
+WHOLE_BYTES: Final = 2**24
+"""Maps of a batch in float32 that are made whole."""
+_LEAST_ROWS: Final = 16
+_MOST_ROWS: Final = 256
+
+
+def choose_tile(heads: int, samples: int, rows: int, keys: int) -> int:
+    """Query rows of a tile, or 0 where whole maps of so many heads and samples are small."""
+    if 4 * heads * samples * rows * keys <= WHOLE_BYTES:
+        return 0
+    fitting = TILE_BYTES // (4 * heads * samples * max(keys, 1))
+    return min(_MOST_ROWS, max(_LEAST_ROWS, fitting // _LEAST_ROWS * _LEAST_ROWS))
+
+
+def _choose_tiling(graph: TeacherGraph, inputs: ModelInputs, run: RunOptions) -> Tiling | None:
     """Tiles of query rows where whole maps of a batch are large, or as asked for."""
     rows = run.tile if graph.options.groups is None else 0
     if rows is None:
         longest = inputs.longest
         heads = max((site.num_heads or 1 for site in graph.sites), default=1)
-        samples = min(run.batch_size, len(inputs))
+        samples = min(1 if shares_scales(graph.model) else run.batch_size, len(inputs))
         if run.batch_tokens is not None:
             samples = min(samples, max(1, run.batch_tokens // max(longest, 1)))
         rows = choose_tile(heads, samples, longest, longest)
-    if not rows:
-        return None
-    sites = {tiles.site.layer: tiles for tiles in find_tiles(graph.model, graph.sites)}
-    groups = {}
-    for number, (_, site) in enumerate(graph.layers):
-        plans = [plan_groups(student.plans[number], graph.num_heads) for student in students]
-        mean = graph.options.strategy == "mean"
-        groups[site.layer] = [range(graph.num_heads)] if mean else [group for plan in plans for group in plan]
-    slots = {layer: list_slots(sites[layer], own) for layer, own in groups.items() if sites[layer].reason is None}
-    return Tiling(rows, sites, slots)
+    return Tiling(rows, {tiles.site.layer: tiles for tiles in find_tiles(graph.model, graph.sites)}) if rows else None
 
 
-def groups_specs(groups: TokenGroups) -> list[InputSpec]:
-    """The column that holds a sample's groups, as if the graph took it: so it is checked, padded, and in the key."""
-    axes: dict[str, tuple[str, ...]] = {"ids": ("B", "tokens"), "weights": ("B", "tokens", "groups")}
-    return [InputSpec(groups.column, "int64", axes[groups.kind])] if groups.column else []
-
-
-def batch_groups(groups: TokenGroups, batch: Batch) -> NDArray[Any]:
-    """Weights ``(B, l, L)`` of a batch, with its fill; -1 in all of a row behind a sample's own groups."""
-    if not groups.column:
-        weights = patch_groups(groups.teacher_grid, groups.student_grid, extra=groups.extra)
-        count = len(next(iter(batch.arrays.values())))
-        return np.broadcast_to(weights, (count, *weights.shape))
-    column = batch.arrays[groups.column]
-    if groups.kind == "weights":
-        return column.swapaxes(1, 2)
-    weights = id_groups(column)
-    own = np.arange(weights.shape[1]) <= column.max(axis=1, keepdims=True)
-    return np.where(own[..., None], weights, -1)
-
-
-class Session(NamedTuple):
-    """A session of onnxruntime, the names of its outputs, and the graph that it runs."""
-
-    session: Any
-    names: list[str]
-    graph: SqueezedGraph
-
-
-@dataclass(eq=False)
-class Sessions:
-    """Sessions of a teacher's squeezed graph, opened when first asked for.
-
-    ``turn`` is held while a batch runs: two may not fit a device on which one just does. ``target_columns`` of logits
-    and hidden states of positions are known once a run has told them.
-    """
-
-    graph: TeacherGraph
-    students: Sequence[Student]
-    row_masks: Mapping[int, str | None]
-    provider: str
-    num_threads: int | None
-    tiling: Tiling | None
-    target_columns: int | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self._opened: dict[bool, Session] = {}
-        asked = self.graph.options.groups
-        self.groups = None if asked is None else TokenGroups.parse(asked)
-        self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(self.provider) else threading.Lock()
-
-    def open(self, *, checked: bool = False) -> Session:
-        """What ``squeeze`` needs, opened by one thread, as two would not know of each other."""
-        checked = checked and bool(self.graph.layers)
-        if checked not in self._opened:
-            self._opened[checked] = self.make(checked)
-        return self._opened[checked]
-
-    def run(self, opened: Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        if self.groups is not None:
-            weights = np.maximum(batch_groups(self.groups, batch), 0).astype(np.float32)
-            batch = replace(batch, arrays=batch.arrays | {GROUPS_INPUT: weights})
-        try:
-            with self.turn:
-                values = run_batch(opened.session, names, batch)
-        except ShdError as error:
-            if self.groups is None or "dimension mismatch" not in str(error):
-                raise
-            rule = f"groups {self.graph.options.groups} must have a place for each token of the teacher's maps"
-            got = f"{weights.shape[2]} tokens: count those that are no patches (patches:14x14:7x7:1)"
-            raise ShdError("argument-shape", f"{rule}; got {got} ({error})", "CACHE-131") from error
-        titles = opened.graph.targets.titles
-        columns = [array.shape[-1] if array.ndim > 2 else 0 for name, array in values.items() if name in titles]
-        if columns:
-            self.target_columns = max(self.target_columns or 0, sum(columns))
-        return values
-
-    def make(self, checked: bool, layers: Chosen | None = None, has_targets: bool = True) -> Session:
-        """A session of all layers or some, for all students."""
-        graph = self.graph
-        factors = {layer: one for (layer, _), one in zip(graph.layers, graph.factors, strict=False)}
-        chosen = graph.layers if layers is None else layers
-        number_of = {layer: number for number, (layer, _) in enumerate(graph.layers)}
-        plans = [tuple(student.plans[number_of[layer]] for layer, _ in chosen) for student in self.students]
-        squeezed = squeeze_graph(
-            graph.bare,
-            chosen,
-            [replace(one.options, plans=own) for one, own in zip(self.students, plans, strict=True)],
-            row_mask_input=self.row_masks,
-            check_outputs=checked,
-            factors=factors or None,
-            targets=graph.targets if has_targets else None,
-            tiling=self.tiling,
-        )
-        session = open_session(
-            squeezed.model,
-            provider=self.provider,
-            num_threads=self.num_threads,
-            weights=graph.weights,
-            keeps_memory=not checked,  # check outputs are many times what is stored, and asked for seldom
-        )
-        return Session(session, [output.name for output in squeezed.model.graph.output], squeezed)
+def list_slots(tiles: SiteTiles, groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """For each head the heads whose values its map meets in its group; equally many, its own first."""
+    slots = {}
+    for group in groups:
+        alike = [tiles.value_heads[head] for head in group]
+        for head, own in zip(group, alike, strict=True):
+            slots[head] = (own, *sorted({*alike} - {own}))
+    most = max(map(len, slots.values()))
+    return tuple(slots[head] + slots[head][:1] * (most - len(slots[head])) for head in range(len(slots)))

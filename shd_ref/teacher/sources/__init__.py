@@ -7,24 +7,25 @@ from pathlib import Path
 from typing import Final
 
 from shd_ref.errors import argument_value, inputs_invalid
-from shd_ref.teacher.sources.arrays import (
+from shd_ref.teacher.sources.files import (
     Arrays,
     ArraySource,
+    ArrowSource,
     IndexedSource,
+    JsonLinesSource,
+    ParquetSource,
     Row,
-    SafetensorsSource,
     Source,
     named_inputs,
+    open_folder,
     open_npz,
 )
-from shd_ref.teacher.sources.tables import ArrowSource, JsonLinesSource, ParquetSource, open_folder
 from shd_ref.teacher.sources.text import TokenizedSource
 
 __all__ = ["KINDS", "ArraySource", "Arrays", "IndexedSource", "Row", "Source", "named_inputs", "open_source"]
 
 KINDS: Final[dict[str, Callable[[Path], Source]]] = {
     ".npz": open_npz,
-    ".safetensors": SafetensorsSource,
     ".parquet": lambda path: ParquetSource([path], str(path)),
     ".arrow": lambda path: ArrowSource([path], str(path)),
     ".jsonl": JsonLinesSource,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shd_ref.cache.storage.documents import read_json
 from shd_ref.errors import argument_value, inputs_invalid
 from shd_ref.teacher.sentence_folder import TextSettings, read_texts
-from shd_ref.teacher.sources.arrays import Row, Source, import_package
+from shd_ref.teacher.sources.files import Row, Source, import_package
 from shd_ref.tokens import span_groups
 
 TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
@@ -80,8 +80,6 @@ class TokenizedSource(Source):
         self.columns = (*self._made, *(name for name in rows.columns if name not in self._made))
         self._tokenizer, self.max_length, self._settings = _load_tokenizer(tokenizer, max_length, pairs=has_pairs)
         self._path, self._is_compared = tokenizer, not tokenizer.is_dir()
-        told = {} if self._is_compared else _read_config(tokenizer / CONFIG_NAME)
-        self.pads_front = told.get("padding_side") == "left"
         self._limited_by = tokenizer if max_length is None else "max_length"
         self.truncated = 0
 

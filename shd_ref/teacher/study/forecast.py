@@ -1,12 +1,16 @@
-"""What a cache would cost, before anyone writes it: bytes, time and error, measured on a few samples."""
+"""A cache before anyone writes it, measured on a few samples: bytes, time and error of every form and codec.
+
+Then the heads: the residual of the attention output with its heads merged, by a few plans, as precompute tells it.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,21 +19,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Attention, CodecError, Errors, Extent, LogitsError, RowError, SampleRecord
+from shd_ref.cache.documents import sample_order
+from shd_ref.cache.forms import Forms
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError
-from shd_ref.teacher.options import CODECS_OF, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
+from shd_ref.merging.plans import MergePlan, merge_plan
+from shd_ref.teacher.options import CODECS_OF, MATCHED, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.forms import check_company, describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
 from shd_ref.teacher.run.outputs import find_faults
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
-from shd_ref.teacher.study.fidelity import Fidelity, compare_plans
+from shd_ref.teacher.study.intervals import half_width
+from shd_ref.tolerances import tie_width
 
 READ_SAMPLES: Final = 1000
 """Samples whose lengths are read: spread over the data set where any row is at hand, else the first."""
 ROUNDS: Final = 3
 """Timed runs of every batch, after one that warms up; the median counts."""
+LEAST_SAMPLES: Final = 8
+"""Fewer tell hardly anything apart: then samples that plans were matched on are compared too."""
+MOST_BYTES: Final = 2**29
+"""Whole maps of a layer, in float32, of all samples that a plan may be matched on without being asked for."""
+MOST_LOST: Final = 0.6
+"""Residual beyond which no gain in training is promised: students of the study gained at .52, none at .56,
+and nothing was measured beyond."""
 
 _REFUSALS: Final = ("argument-value", "graph-unsupported", "inputs-invalid")
 """Why a form or a codec may not be able to hold what a teacher gives."""
@@ -58,21 +74,39 @@ class FormForecast:
 
 @dataclass(frozen=True)
 class TargetForecast:
-    """Logits or hidden states of a record; ``unit`` is what a row belongs to, ``error`` is of the sampled rows."""
+    """Logits, hidden states or embeddings of all records; ``error`` is of the sampled rows."""
 
     subject: str
     codec: str
-    unit: str
-    bytes_per_row: float
     total_bytes: float
     error: RowError
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What one way to merge heads keeps of the attention output.
+
+    Attributes:
+        plan, strategy: in the words of ``PrecomputeOptions``; ``given`` for rounds.
+        residual: relative error of the merged attention output, a mean over layers and samples.
+        margin: half of its 95% interval, Student's t over samples; None of a single sample.
+        is_tied: whether these samples cannot tell it from the lowest, by paired intervals that hold at once.
+        plans: the rounds of every layer.
+    """
+
+    plan: str
+    strategy: str
+    residual: float
+    margin: float | None
+    is_tied: bool
+    plans: tuple[MergePlan, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Forecast:
     """What ``shd plan`` shows; seconds are per sample, of the teacher and of the advised way's graph.
 
-    Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``beside`` is held beside attention in all
+    Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``beside`` is held next to attention in all
     ways; ``fidelity`` is of the asked plan and a few others. Unless the way ``taken`` ``pays``, run the teacher while
     training.
     """
@@ -91,7 +125,6 @@ class Forecast:
     beside: tuple[TargetForecast, ...]
     refused: tuple[str, ...]
     remarks: tuple[str, ...]
-    supplied: str
     fidelity: tuple[Fidelity, ...]
 
 
@@ -107,7 +140,7 @@ def forecast_cache(
     """Measure a few samples and say what the cache of the whole data set would cost, in every form and codec.
 
     Arguments are those of ``precompute``, whose form and codec do not matter here; ``plan`` says what is measured,
-    ``on_progress`` is of the comparison of plans. Raises what ``TeacherRun`` does, and ``argument-value``,
+    ``on_progress`` is called with plans compared and in all. Raises what ``TeacherRun`` does, and ``argument-value``,
     ``graph-unsupported``, ``not-finite``.
     """
     plan = plan or PlanOptions()
@@ -115,39 +148,43 @@ def forecast_cache(
     source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
     # Every codec codes the same maps, as the graph gives them for this one.
     uncoded = replace(options, form="maps", codec="float32") if options.has_attention else options
-    work = TeacherRun.open(Path(teacher), _SampledSource(source, READ_SAMPLES), [uncoded], run or RunOptions())
+    work = TeacherRun.open(Path(teacher), _SampledSource(source, READ_SAMPLES), uncoded, run or RunOptions())
     check_company(work)
-    chosen = _spread(work.inputs.lengths, plan.samples)
+    chosen, count = _spread(work.inputs.lengths, plan.samples), len(source)
     teacher_seconds = _time(_plain_runner(work), work.batches(chosen)) / len(chosen)
-    asked: list[dict[str, str]] = [{"form": NO_FORM}]
+    choices: list[dict[str, str]] = [{"form": NO_FORM}]
     if options.has_attention:
-        asked = [{"form": form, name: codec} for form, (name, codecs) in CODECS_OF.items() for codec in codecs]
+        choices = [{"form": form, name: codec} for form, (name, codecs) in CODECS_OF.items() for codec in codecs]
     measured, refused = [], []
-    for asks in asked:
+    for asks in choices:
         try:
-            measured.append(_measure_way(work, asks, chosen, len(source), teacher_seconds))
+            measured.append(_measure_way(work.storing(**asks), asks, chosen))
         except ShdError as error:
             if error.code not in _REFUSALS:
                 raise
             refused.append(f"{asks['form']}: {error}")
-    ways = tuple(way.forecast for way in measured)
+    ways = tuple(_forecast_way(way, count, teacher_seconds) for way in measured)
     taken, last = advise(ways, plan.max_error), measured[-1]
+    attention = last.forms.find(Attention)
     return Forecast(
-        num_samples=len(source),
+        num_samples=count,
         read_samples=len(work.inputs),
         measured_samples=len(chosen),
         mean_length=float(last.lengths.mean()),
         max_length=int(last.lengths.max()),
-        support=last.support,
+        support="" if attention is None else attention.support,
         teacher_seconds=teacher_seconds,
         squeeze_seconds=_time(work.storing(**taken.asks).squeeze, work.batches(chosen)) / len(chosen),
         ways=ways,
         taken=taken,
         pays=taken.break_even <= plan.bandwidth,
-        beside=last.beside,
+        beside=tuple(
+            TargetForecast(form.SUBJECT, form.codec, count * last.sizes[form.SUBJECT], last.errors[form.SUBJECT])
+            for form in last.forms.forms
+            if not isinstance(form, Attention)
+        ),
         refused=tuple(dict.fromkeys(refused)),
         remarks=work.remarks,
-        supplied=work.inputs.supply,
         fidelity=compare_plans(work, plan.fidelity_samples, on_progress),
     )
 
@@ -161,79 +198,137 @@ def advise(ways: Sequence[FormForecast], max_error: float) -> FormForecast:
 
 
 class _Way(NamedTuple):
-    forecast: FormForecast
-    beside: tuple[TargetForecast, ...]
+    """One form and codec: errors of samples that ran, and bytes a record by subject, of all known lengths."""
+
+    asks: dict[str, str]
+    forms: Forms
+    errors: Errors
+    sizes: dict[str, float]
     lengths: NDArray[np.int64]
-    support: str
+    positions: float  # without padding in front, which counts for no form, though maps keep its rows
 
 
-def _measure_way(
-    work: TeacherRun, asks: dict[str, str], chosen: Sequence[int], num_samples: int, teacher_seconds: float
-) -> _Way:
-    """Run some samples as they would be stored; sizes follow from the lengths of all that were read."""
-    own, inputs = work.storing(**asks), work.inputs
+def _measure_way(work: TeacherRun, asks: dict[str, str], chosen: Sequence[int]) -> _Way:
+    """Run some samples as they would be stored."""
+    inputs = work.inputs
     parts: list[Errors] = []
     extents: list[Extent] = []
-    for batch in own.checked_batches(chosen):
-        (outputs,) = own.squeeze(batch, checked=True)
-        find_faults(own, outputs, stop=True)
-        forms = describe_forms(own, outputs)
-        records = make_records(outputs, set(outputs.indices), forms, own.inputs.seed)
+    for batch in work.checked_batches(chosen):
+        outputs = work.squeeze(batch, checked=True)
+        find_faults(work, outputs, stop=True)
+        forms = describe_forms(work, outputs)
+        records = make_records(outputs, set(outputs.indices), forms, inputs.seed)
         parts.append(measure_errors(outputs, records, forms))
         extents += [record.extent for record in records]
-    errors, has_shapes = Errors.merged(parts), bool(records[0].shapes)
     lengths, counted = inputs.lengths, inputs.lengths - inputs.firsts
     if not lengths.any():  # images have no lengths among their inputs: those of their maps
         lengths = counted = np.array([extent.length for extent in extents])
-    elif not has_shapes:
+    elif not records[0].shapes:
         sizes = zip(lengths.tolist(), inputs.firsts.tolist(), inputs.decoder_lengths.tolist(), strict=True)
         extents = [forms.extent_of(Extent(length, first, decoder=decoder)) for length, first, decoder in sizes]
+    means = {form.SUBJECT: statistics.fmean(record_sizes(form, records[0], extents)) for form in forms.forms}
+    return _Way(asks, forms, Errors.merged(parts), means, lengths, float(counted.mean()))
 
-    def num_rows(form: Form) -> float:
-        """Rows of a record, a mean; padding in front counts for no form, though maps keep its rows."""
-        if form.unit == "position" and not has_shapes:
-            return float(counted.mean())
-        return float(np.mean([form.num_rows(extent) for extent in extents]))
 
-    means = {form.SUBJECT: float(record_sizes(form, records[0], extents).mean()) for form in forms.forms}
-    beside = tuple(
-        TargetForecast(
-            subject=form.SUBJECT,
-            codec=form.codec,
-            unit=form.unit,
-            bytes_per_row=means[form.SUBJECT] / num_rows(form),
-            total_bytes=means[form.SUBJECT] * num_samples,
-            error=errors[form.SUBJECT],
-        )
-        for form in forms.forms
-        if not isinstance(form, Attention)
-    )
-    first, attention, mean = forms.forms[0], forms.find(Attention), sum(means.values())
-    moved = next((error for error in errors.values() if isinstance(error, CodecError | LogitsError)), None)
-    forecast = FormForecast(
-        form=asks["form"],
-        codec=" and ".join(target.codec for target in beside) if attention is None else attention.codec,
-        asks=asks,
+def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> Iterator[int]:
+    """Bytes of records of some extents; one of them tells whether optional parts are there."""
+    widths = [
+        (4 if part.dtype == F32 else 1) if not part.optional or part.name in record.parts else 0
+        for part in form.parts
+    ]
+    for extent in extents:
+        yield sum(width * math.prod(shape) for width, shape in zip(widths, form.part_shapes(extent), strict=True))
+
+
+def _forecast_way(way: _Way, count: int, teacher_seconds: float) -> FormForecast:
+    attention, mean = way.forms.find(Attention), sum(way.sizes.values())
+    moved = next((error for error in way.errors.values() if isinstance(error, CodecError | LogitsError)), None)
+    return FormForecast(
+        form=way.asks["form"],
+        codec=" and ".join(form.codec for form in way.forms.forms) if attention is None else attention.codec,
+        asks=way.asks,
         bytes_per_sample=mean,
-        bytes_per_token=mean / (float(counted.mean()) if first.unit == "sample" else num_rows(first)),
-        total_bytes=mean * num_samples,
+        bytes_per_token=mean / way.positions,
+        total_bytes=mean * count,
         break_even=mean / teacher_seconds,
         error=CodecError(0.0, 0.0, 0.0, 0)
         if moved is None
         else CodecError(moved.kl_mean, moved.kl_max, moved.tv_mean, moved.rows),
     )
-    return _Way(forecast, beside, lengths, "" if attention is None else attention.support)
 
 
-def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> NDArray[np.float64]:
-    """Bytes of records of some extents; one of them tells whether optional parts are there."""
-    held = [not part.optional or part.name in record.parts for part in form.parts]
-    widths = [(4 if part.dtype == F32 else 1) * is_held for part, is_held in zip(form.parts, held, strict=True)]
-    sizes = [
-        sum(width * math.prod(shape) for width, shape in zip(widths, form.part_shapes(extent), strict=True))
-        for extent in extents
-    ]
-    return np.array(sizes, dtype=np.float64)
+def compare_plans(
+    work: TeacherRun, most: int, on_progress: Callable[[int, int], None] | None = None
+) -> tuple[Fidelity, ...]:
+    """The residual of a few plans, by the strategy that was asked for and by a constant 1/2.
+
+    Samples that plans are matched on are held out where enough others are left. None without attention.
+    """
+    if not work.graph.layers or not most:
+        return ()
+    order = [int(index) for index in sample_order(len(work.inputs), work.run.seed)]
+    held_out = order[work.options.calibration_samples :]
+    chosen = (held_out if len(held_out) >= LEAST_SAMPLES else order)[:most]
+    plans = list(_plans(work, order))
+    ways: list[tuple[str, str, tuple[MergePlan, ...], NDArray[np.float64]]] = []
+    for number, (plan, rounds) in enumerate(plans, 1):
+        residuals = _residuals(replace(work, plans=rounds), chosen)
+        by_strategy = dict(zip((work.options.strategy, "constant"), residuals.T, strict=True))
+        ways += [(plan, strategy, rounds, of_samples) for strategy, of_samples in by_strategy.items()]
+        if on_progress is not None:
+            on_progress(number, len(plans))
+    least = min((way[-1] for way in ways), key=lambda residuals: float(residuals.mean()))
+    return tuple(
+        Fidelity(plan, strategy, float(residuals.mean()), half_width(residuals), is_tied, rounds)
+        for plan, strategy, rounds, residuals in ways
+        for is_tied in [_is_tied(residuals, least, len(ways))]
+    )
+
+
+def recommend(results: Sequence[Fidelity]) -> Fidelity:
+    """The first, which has the fewest options, of those that cannot be told from the lowest."""
+    return next(result for result in results if result.is_tied)
+
+
+def _plans(work: TeacherRun, order: Sequence[int]) -> Iterator[tuple[str, tuple[MergePlan, ...]]]:
+    """The plan that was asked for, the progressive one, and a matched one: with networkx, on samples not too long."""
+    options, graph = work.options, work.graph
+    first = str(options.plan) if options.plans is None and isinstance(options.plan, str) else "given"
+    yield first, work.plans
+    if first != "progressive":
+        yield "progressive", (merge_plan(graph.num_heads, options.num_student_heads),) * len(graph.layers)
+    calibrating = order[: options.calibration_samples]
+    entries = sum(graph.num_heads * work.inputs.longest_axis((index,)) ** 2 for index in calibrating)
+    if first != MATCHED and 4 * entries <= MOST_BYTES:
+        try:
+            yield MATCHED, work.match_plans()
+        except ShdError as error:
+            if error.code != "dependency-missing":
+                raise
+
+
+def _residuals(work: TeacherRun, chosen: Sequence[int]) -> NDArray[np.float64]:
+    """Of each sample without a fault ``(n, 2)``: a mean over layers, by the strategy and by a constant 1/2."""
+    compared: dict[int, list[Comparison]] = {index: [] for index in chosen}
+    for batch in work.checked_batches(chosen):
+        for outputs in work.squeeze_parts(batch):
+            faults = find_faults(work, outputs)
+            for number, index in enumerate(outputs.indices):
+                if index in faults:
+                    compared.pop(index, None)
+                elif index in compared:  # not where an earlier part had a fault
+                    compared[index] += compare_layers(outputs[[number]].layers, work.callers)
+    means = [Comparison.merged(layers) for layers in compared.values()]
+    if not means:
+        raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: check its inputs", "MAP-5")
+    return np.array([[mean.residual, mean.constant_residual] for mean in means])
+
+
+def _is_tied(residuals: NDArray[np.float64], least: NDArray[np.float64], count: int) -> bool:
+    """Whether one of so many ways loses no more than the least; a difference by rounding is none on any processor."""
+    margin = half_width(residuals - least, count - 1)
+    rounding = tie_width() * max(float(residuals.mean()), tie_width())
+    return margin is None or float((residuals - least).mean()) <= max(margin, rounding)
 
 
 def _spread(lengths: NDArray[np.int64], count: int) -> list[int]:
@@ -264,25 +359,18 @@ class _SampledSource(Source):
 
 
 def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
-    run = work.run
-    graph = work.graph
+    run, graph = work.run, work.graph
     session = open_session(graph.bare, provider=run.provider, num_threads=run.num_threads, weights=graph.weights)
     names = [output.name for output in session.get_outputs()]
-
-    def run_all(batch: Batch) -> None:
-        run_batch(session, names, batch)
-        for other in work.others:
-            other.run(batch)
-
-    return run_all
+    return functools.partial(run_batch, session, names)
 
 
 def _time(run: Callable[[Batch], Any], batches: Iterable[Batch]) -> float:
     """Seconds for all batches: medians of some rounds, after one that warms up."""
-    held, seconds = list(batches), []
+    kept, seconds = list(batches), []
     for _ in range(1 + ROUNDS):
         started = time.perf_counter()
-        for batch in held:
+        for batch in kept:
             run(batch)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])

@@ -62,7 +62,7 @@ def recheck_records(
     parts = (
         (position, outputs)
         for batch in work.checked_batches(chosen)
-        for position, (outputs,) in enumerate(work.squeeze_parts(batch))
+        for position, outputs in enumerate(work.squeeze_parts(batch))
     )
     for position, outputs in parts:
         for number in range(len(outputs.indices)):
@@ -96,7 +96,7 @@ def rerun_teacher(
     # Alone, as a record is a sample's own: in a batch, padding may move what was made one at a time.
     masks = manifest.inputs.mask, manifest.inputs.decoder_mask
     run = RunOptions(*masks, batch_size=1, provider=provider)
-    work = TeacherRun.open(Path(teacher), inputs, [options], run, input_names=manifest.inputs.names)
+    work = TeacherRun.open(Path(teacher), inputs, options, run, input_names=manifest.inputs.names)
     count = len(work.inputs)
     keys = map(work.inputs.key, range(count))
     absent = [i for i, key in enumerate(keys) if key not in reader and key not in reader.skipped]

@@ -12,9 +12,9 @@ pytest.importorskip("accelerate", reason="transformers' trainer needs accelerate
 import transformers
 
 from shd_ref.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import SHDTrainer
 from support.exported_models import trace
-from support.students import precompute
 
 LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
 

@@ -31,8 +31,8 @@ from shd_ref.teacher import (  # noqa: E402
     open_session,
     squeeze_graph,
 )
-from shd_ref.teacher.graph.tiles import find_tiles  # noqa: E402
-from shd_ref.teacher.rewrite.tiles import Tiling, list_slots  # noqa: E402
+from shd_ref.teacher.rewrite.tiles import Tiling, find_tiles  # noqa: E402
+from shd_ref.teacher.run.teacher import list_slots  # noqa: E402
 from shd_torch.export import export_teacher  # noqa: E402
 
 WHOLE = ("largest entries", "slots")

@@ -11,10 +11,9 @@ from support.refusals import refusal
 
 pytest.importorskip("onnxruntime")
 
-from support.students import precompute
-
 from shd_ref.cache import CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_kinds, find_sites, input_specs
+from shd_ref.teacher.precompute.engine import precompute
 
 
 def attend(build: GraphBuilder, rows: str, keys: str, seed: int, *, mask: str | None = None) -> str:

@@ -281,9 +281,9 @@ def product_of_products(build: GraphBuilder, context: str) -> str:
 
 
 BENT: dict[str, tuple[onnx.ModelProto, str]] = {
-    "gate": (teacher(gated("other")), "multiplied by a computed tensor, such as a gate"),
-    "gate of the heads' own": (teacher(gated("")), "multiplied by a computed tensor, such as a gate"),
-    "norm, written out": (teacher(root_mean_square), "multiplied by a computed tensor"),
+    "gate": (teacher(gated("other")), "reach no constant weight before"),
+    "gate of the heads' own": (teacher(gated("")), "reach no constant weight before"),
+    "norm, written out": (teacher(root_mean_square), "reach no constant weight before"),
     "adapter that bends": (teacher(bent_adapter), "several weights whose products are used apart"),
     "bypass that bends": (teacher(bent_bypass), "they go to Tanh"),
     "two weights": (teacher(two_weights, "aside"), "several weights whose products are used apart"),

@@ -30,9 +30,9 @@ def two_outputs(names: tuple[str, str], ranks: tuple[int, int] = (3, 3)) -> onnx
 
 
 def test_logits_are_the_output_of_that_name_or_the_only_one_of_their_shape() -> None:
-    assert find_targets(two_outputs(("scores", "logits")), (), logits=True).logits == "logits"
-    assert find_targets(two_outputs(("scores", "present"), (3, 4)), (), logits=True).logits == "scores"
-    assert find_targets(two_outputs(("a", "b")), (), logits=True, output="b").logits == "b"
+    assert find_targets(two_outputs(("scores", "logits")), (), logits=True).names["logits"] == "logits"
+    assert find_targets(two_outputs(("scores", "present"), (3, 4)), (), logits=True).names["logits"] == "scores"
+    assert find_targets(two_outputs(("a", "b")), (), logits=True, output="b").names["logits"] == "b"
 
 
 @pytest.mark.parametrize(("output", "message"), [(None, "it has a, b: name it"), ("c", "one of a, b; got 'c'")])

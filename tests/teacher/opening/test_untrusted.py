@@ -267,11 +267,9 @@ def test_a_run_begins_within_the_bounds_of_a_probe(kind: str, attends: bool, tmp
     (tmp_path / "teacher.onnx").write_bytes(model.SerializeToString())
     data = {"x": rng.normal(size=(3, 4, 12)).astype(np.float32), "mask": np.ones((3, 4), np.int64)}
     attention = {"num_student_heads": 1} if attends else {"form": "none"}
-    students = [(tmp_path / "cache", PrecomputeOptions(logits="float16", **attention))]
+    options, run = PrecomputeOptions(logits="float16", **attention), RunOptions(mask="mask" if attends else None)
     with refusal("graph-unsupported", "run on a few short samples within"):
-        precompute(
-            tmp_path / "teacher.onnx", data, students, RunOptions(num_threads=1, mask="mask" if attends else None)
-        )
+        precompute(tmp_path / "teacher.onnx", data, tmp_path / "cache", options, run)
     assert not (tmp_path / "cache").exists()
 
 

@@ -125,13 +125,12 @@ def test_a_weight_that_nothing_reads_is_not_missed(tmp_path: Path) -> None:
     with_it, without = (load_teacher(tmp_path / f"{name}.onnx") for name in ("with", "without"))
     assert "unread" in take_weights(with_it)[1]
     for one, other in zip(find_sites(with_it), find_sites(without), strict=True):
-        assert one.note is None
-        assert (one.row_inputs, one.key_inputs) == (other.row_inputs, other.key_inputs)
-        assert "input_ids" in (one.row_inputs or ())
+        assert (one.name, one.supported) == (other.name, True)
 
 
-def test_students_share_a_weight_that_is_named_as_ours_are(tmp_path: Path) -> None:
+def test_a_weight_may_be_named_as_ours_are(tmp_path: Path) -> None:
     model = language_model(num_heads=12)
+    onnx.save(model, tmp_path / "plain.onnx")
     product = next(node for node in model.graph.node if node.op_type == "MatMul")
     product.name = "squeezing_heads/linear_0/product"
     names = {product.input[1]: "squeezing_heads/linear_0/weight", product.output[0]: product.name}
@@ -141,13 +140,9 @@ def test_students_share_a_weight_that_is_named_as_ours_are(tmp_path: Path) -> No
         for values in (node.input, node.output):
             values[:] = [names.get(value, value) for value in values]
     onnx.save(model, tmp_path / "teacher.onnx")
-    inputs = token_samples(4, 9, least=9)
-    pair = [(tmp_path / f"both-{heads}", PrecomputeOptions(num_student_heads=heads)) for heads in (6, 4)]
-    precompute(tmp_path / "teacher.onnx", inputs, pair)
-    for heads in (6, 4):
-        alone, both = tmp_path / f"alone-{heads}", tmp_path / f"both-{heads}"
-        precompute(tmp_path / "teacher.onnx", inputs, [(alone, PrecomputeOptions(num_student_heads=heads))])
-        shards = [
-            {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")} for folder in (alone, both)
-        ]
-        assert shards[0] == shards[1] != {}
+    inputs, options = token_samples(4, 9, least=9), PrecomputeOptions(num_student_heads=6)
+    shards = []
+    for name in ("plain", "teacher"):
+        precompute(tmp_path / f"{name}.onnx", inputs, tmp_path / name, options)
+        shards.append({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")})
+    assert shards[0] == shards[1] != {}

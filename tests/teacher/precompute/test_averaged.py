@@ -15,10 +15,10 @@ from support.attention_graphs import language_model, token_samples
 from support.commands import shd
 from support.plain_kd import topk_targets
 from support.refusals import refusal
-from support.students import precompute
 
 from shd_ref.cache import CacheReader, list_cache, sample_key, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute.engine import precompute
 
 NUM_SAMPLES, LENGTH, TOP = 10, 7, 4
 RUN = RunOptions(batch_size=4, samples_per_shard=2, num_threads=1)
@@ -112,7 +112,7 @@ def joint_cache(teachers: list[Path], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("others", [[], [2], [2, 1]], ids=["none", "another", "another order"])
 def test_another_list_of_teachers_is_another_job(teachers: list[Path], joint_cache: Path, others: list[int]) -> None:
     inputs, given = make_inputs(), [teachers[other] for other in others]
-    with refusal("cache-mismatch", "with_teachers: "):
+    with refusal("cache-mismatch", "with_teachers"):
         precompute(teachers[0], inputs, joint_cache, options_of(given, vocab_size=50), RUN)
     with refusal("argument-value" if len(others) < 2 else "cache-mismatch"):
         recheck_records(joint_cache, teachers[0], inputs, with_teachers=given)
@@ -143,9 +143,14 @@ WRONG: dict[str, tuple[Callable[[], onnx.ModelProto], dict[str, Any], str, str]]
     "other classes": (lambda: language_model(padding=6), {}, "argument-value", "classes .* 50; got 56.*--vocab-size"),
     "fewer classes": (lambda: language_model(vocabulary=42), {"vocab_size": 50}, "argument-value", "50; got 42"),
     "no padding": (lambda: language_model(vocabulary=56), {"vocab_size": 50}, "argument-value", "cut padding alone"),
-    "other positions": (lambda: language_model(head="last"), {}, "graph-unsupported", "positions, .*got .*1]"),
+    "other positions": (lambda: language_model(head="last"), {}, "graph-unsupported", r"positions, .*got .*1\)"),
     "one row a sample": (lambda: language_model(head="sample"), {}, "graph-unsupported", "samples and positions"),
-    "other inputs": (lambda: other_mask(language_model()), {}, "inputs-invalid", "got also mask"),
+    "other inputs": (
+        lambda: other_mask(language_model()),
+        {},
+        "inputs-invalid",
+        "must hold attention_mask, input_ids, mask",
+    ),
     "a teacher twice": (language_model, {"with_teachers": (Path("a.onnx"),) * 2}, "argument-value", "once"),
     "no logits asked for": (language_model, {"logits": "none"}, "argument-value", "must go with logits"),
 }

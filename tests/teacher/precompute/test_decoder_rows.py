@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from support.attention_graphs import saved
 from support.plain_kd import topk_targets
 from support.refusals import refusal
-from support.students import precompute
 from support.two_sequences import encoder_decoder
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, CacheWriter, SampleRecord, sample_key, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute.engine import precompute
 
 NUM_SAMPLES = 8
 RUN = RunOptions(batch_size=2, samples_per_shard=2, num_threads=1)

@@ -12,12 +12,12 @@ from support.attention_graphs import language_model, saved, token_samples
 from support.commands import shd
 from support.makers import contents
 from support.refusals import refusal
-from support.students import precompute, precompute_heads
 from support.two_sequences import encoder_decoder
 
 from shd_ref.cache import CacheReader, merge_caches, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.options import LAST
+from shd_ref.teacher.precompute.engine import precompute
 
 RUN = RunOptions(batch_size=4, samples_per_shard=3, num_threads=1)
 ALONE = PrecomputeOptions(form="none", hidden=(LAST,), hidden_codec="float32")
@@ -51,15 +51,6 @@ def test_rows_are_a_decoders(tmp_path: Path) -> None:
     for record in (reader.read(key) for key in reader):
         made = reader.read_head().logits(reader.decode_last(record))
         np.testing.assert_allclose(made, logits[record.index, : record.decoder], atol=1e-4)
-
-
-def test_students_of_one_pass_hold_the_same_head(padded: Path, tmp_path: Path) -> None:
-    """Whose attention is computed in tiles."""
-    options = replace(ALONE, form="maps", hidden_codec="int8", vocab_size=50)
-    precompute_heads(padded, inputs_of(), tmp_path, options, [1, 2], replace(RUN, tile=4))
-    files = [tmp_path / f"heads-{number}" / "teacher_head.safetensors" for number in (1, 2)]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert recheck_records(tmp_path / "heads-1", padded, inputs_of()).target_rows > 0
 
 
 def test_padded_classes_are_cut_and_parts_are_merged(padded: Path, tmp_path: Path) -> None:

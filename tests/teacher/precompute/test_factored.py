@@ -11,11 +11,11 @@ import pytest
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, bare_attention, encoder_layer, saved, vector_samples
 from support.refusals import refusal
-from support.students import precompute
 
 from shd_ref.cache import CacheReader, Factors, codec_error, verify_cache
 from shd_ref.cache.codecs.factored import factored_kl_bound
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute.engine import precompute
 
 NUM_SAMPLES = 11
 LENGTH = 9

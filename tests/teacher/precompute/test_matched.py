@@ -10,25 +10,17 @@ import onnx
 import pytest
 import xxhash
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention, saved
+from support.attention_graphs import bare_attention, read_site, saved
 from support.refusals import refusal
 
 pytest.importorskip("networkx", reason="matched plans need networkx")
 
 from support.calls import calls_of
-from support.students import precompute
 
 from shd_ref import compose_mixing, matched_plan, squeeze_heads
 from shd_ref.cache import CacheReader, Matching, verify_cache
-from shd_ref.teacher import (
-    AttentionReader,
-    ModelInputs,
-    PrecomputeOptions,
-    RunOptions,
-    find_sites,
-    input_specs,
-    recheck_records,
-)
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute.engine import precompute
 
 HEADS, SAMPLES, LENGTH = 6, 8, 5
 MATCHED = PrecomputeOptions(2, plan="matched", calibration_samples=3, codec="float32")
@@ -58,9 +50,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_layer(teacher: Path, layer: int, indices: list[int]) -> tuple[Any, Any]:
-    model = onnx.load(teacher)
-    (batch,) = ModelInputs(make_inputs(), input_specs(model), "mask").batches(indices, len(indices))
-    return AttentionReader(model, find_sites(model)).read(layer, batch)
+    return read_site(onnx.load(teacher), {name: array[indices] for name, array in make_inputs().items()}, layer)
 
 
 @pytest.mark.parametrize("by", ["residual", "similarity"])
@@ -110,9 +100,9 @@ def test_resuming_takes_the_plans_from_the_manifest(teacher: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "differs"),
     [
-        ({"plan": "progressive"}, "plan: 'matched' -> 'not matched'"),
-        ({"matched_by": "similarity"}, "matched_by: "),
-        ({"calibration_samples": 4}, "calibration_samples: "),
+        ({"plan": "progressive"}, "matching.by: 'residual' -> None"),
+        ({"matched_by": "similarity"}, "matching.by: 'residual' -> 'similarity'"),
+        ({"calibration_samples": 4}, "matching.samples: 3 -> 4"),
         ({"num_student_heads": 3}, "num_student_heads"),
     ],
 )

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from support.attention_graphs import encoder_layer, language_model, saved, token_samples, vector_samples
 from support.pooled import draw_groups, pool_by_loops
 from support.refusals import refusal
-from support.students import precompute
 
 from shd_ref import id_groups, patch_groups
 from shd_ref.cache import CacheReader, sample_key, trim_inputs, verify_cache
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute.engine import precompute
 
 COUNT, LENGTH = 12, 9
 LIMIT = load_tolerances()["graph"]["probs"]["float32"]

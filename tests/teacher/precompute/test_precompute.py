@@ -13,24 +13,22 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import bare_attention, bare_samples, encoder_layer, saved, vector_samples
+from support.attention_graphs import bare_attention, bare_samples, encoder_layer, read_site, saved, vector_samples
 from support.refusals import refusal
-from support.students import precompute
 
-from shd_ref import squeeze_heads, value_outputs
+from shd_ref import squeeze_heads
 from shd_ref.cache import CacheReader, decode, encode, sample_key, verify_cache
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import (
     ModelInputs,
     PrecomputeOptions,
     RunOptions,
-    find_sites,
     hash_teacher,
     input_specs,
     load_teacher,
-    open_session,
     recheck_records,
 )
+from shd_ref.teacher.precompute.engine import precompute
 
 NUM_SAMPLES = 23
 LENGTH = 9
@@ -49,14 +47,9 @@ RUN = RunOptions(mask="mask", batch_size=4, samples_per_shard=5)
 
 def teacher_maps(teacher: Path, inputs: dict[str, NDArray[Any]], index: int) -> tuple[Any, Any]:
     """Maps and value outputs of one sample without its padding, straight from onnxruntime."""
-    model = load_teacher(teacher)
-    (site,) = find_sites(model)
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in (site.probs, site.values))
     length = int(inputs["mask"][index].sum())
     feeds = {name: array[index : index + 1, :length] for name, array in inputs.items()}
-    probs, values = open_session(model.SerializeToString()).run([site.probs, site.values], feeds)
-    assert site.output_projection is not None
-    return probs, value_outputs(values, site.output_projection)
+    return read_site(load_teacher(teacher), feeds)
 
 
 @pytest.mark.parametrize("codec", ["sqrt8-row", "u4", "float32"])

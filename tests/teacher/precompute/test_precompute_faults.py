@@ -27,13 +27,11 @@ from support.calls import calls_of
 from support.commands import shd
 from support.makers import contents
 from support.refusals import refusal
-from support.students import precompute, precompute_heads
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, Receipt, sample_key, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
-from shd_ref.teacher.precompute.engine import PrecomputeJob
-from shd_ref.teacher.precompute.engine import precompute as precompute_students
+from shd_ref.teacher.precompute.engine import PrecomputeJob, precompute
 
 NUM_SAMPLES = 60
 OPTIONS = PrecomputeOptions(num_student_heads=2)
@@ -128,56 +126,6 @@ def test_u4_is_coded_on_the_host(teacher: Path, tmp_path: Path) -> None:
     for key in exact:
         np.testing.assert_allclose(small.decode(small.read(key), 0), exact.decode(exact.read(key), 0), atol=0.06)
     assert recheck_records(tmp_path / "small", teacher, inputs).records == 8
-
-
-def test_several_students_share_one_pass_of_the_teacher(teacher: Path, tmp_path: Path) -> None:
-    inputs = make_tokens()
-    run = RunOptions(batch_size=4, samples_per_shard=5)
-    with calls_of("run_batch") as shared:
-        summaries = precompute_heads(teacher, inputs, tmp_path / "all", OPTIONS, [1, 3, 2], run)
-    assert [summary.folder.name for summary in summaries] == ["heads-3", "heads-2", "heads-1"]
-    for heads in (1, 2, 3):
-        options = PrecomputeOptions(num_student_heads=heads)
-        with calls_of("run_batch") as alone:
-            precompute(teacher, inputs, tmp_path / f"alone-{heads}", options, run)
-        assert len(alone) == len(shared)
-        assert verify_cache(tmp_path / f"all/heads-{heads}").ok
-        one, two = (CacheReader(tmp_path / name) for name in (f"all/heads-{heads}", f"alone-{heads}"))
-        assert one.manifest == two.manifest
-        for key in one:
-            np.testing.assert_allclose(one.decode(one.read(key), 0), two.decode(two.read(key), 0), atol=0.01)
-            np.testing.assert_allclose(one.read(key).parts["alphas"], two.read(key).parts["alphas"], atol=1e-4)
-    (tmp_path / "all/heads-2/receipts/000003.json").unlink()
-    again = precompute_heads(teacher, inputs, tmp_path / "all", OPTIONS, [1, 2, 3], run)
-    assert [summary.resumed for summary in again] == [60, 55, 60]
-    for wrong, code in (([2, 2], "argument-value"), ([], "argument-value"), ([5, 2], "heads-exceed")):
-        with refusal(code):
-            precompute_heads(teacher, inputs, tmp_path / "wrong", OPTIONS, wrong, run)
-
-
-@pytest.mark.parametrize(
-    ("folder", "changes", "said"),
-    [
-        ("two", {"num_student_heads": 3, "strategy": "constant"}, "strategy 'shd' and 'constant'"),
-        ("two", {"num_student_heads": 3, "layer_pairs": ((0, 1),)}, "layer_pairs None and "),
-        ("two", {"strategy": "constant"}, r"distinct numbers of heads; got \[2, 2\]"),
-        ("two", {"num_student_heads": 3, "plan": "balanced"}, r"except num_student_heads and plans; got plan "),
-        ("two", {"num_student_heads": [2]}, "num_student_heads must be an integer"),
-        ("other/../one", {"num_student_heads": 3}, "their own cache"),
-        ("one/two", {"num_student_heads": 3}, "their own cache"),
-        (".", {"num_student_heads": 3}, "their own cache"),
-        ("loop", {"num_student_heads": 3}, "loop"),
-    ],
-)
-def test_students_that_cannot_share_a_pass_are_refused_before_anything_is_written(
-    teacher: Path, tmp_path: Path, folder: str, changes: dict[str, Any], said: str
-) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    students = [(tmp_path / "one", OPTIONS), (tmp_path / folder, replace(OPTIONS, **changes))]
-    for given in (students, students[::-1]):
-        with refusal("read-failed" if folder == "loop" else "argument-value", said if given is students else None):
-            precompute_students(teacher, make_tokens(), given, RUN)
-    assert [path.name for path in tmp_path.iterdir()] == ["loop"]
 
 
 CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -323,6 +271,7 @@ def test_texts_beyond_the_positions_are_named(how: str, tmp_path: Path) -> None:
     mask = np.arange(9) < np.array([[3], [9], [7], [8]])
     inputs = {ids: np.full((4, 9), 5), "attention_mask": mask.astype(np.int64)}
     message = "row 1: it must have at most 7 positions, .*; got 9: cut texts with --max-length 7"
+    message = message if how == "given" else "row 1 of 9 positions, is too long for the model, cut texts"
     with refusal("inputs-invalid", message):
         precompute(saved(model, tmp_path), inputs, tmp_path / "cache", OPTIONS)
 
@@ -380,10 +329,10 @@ def test_checks_of_long_samples_take_the_memory_of_a_few_maps(
     options, run = replace(OPTIONS, form=form), RunOptions(batch_size=1, num_threads=1)
     samples = token_samples(3, length, least=length)
     with calls_of("run_batch") as calls:  # keeps local variables: memory is measured without it
-        PrecomputeJob(teacher, samples, [(tmp_path / "watched", options)], run)
+        PrecomputeJob(teacher, samples, tmp_path / "watched", options, run)
     tracemalloc.start()
     try:
-        PrecomputeJob(teacher, samples, [(tmp_path / "measured", options)], run)
+        PrecomputeJob(teacher, samples, tmp_path / "measured", options, run)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -3,21 +3,18 @@
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.attention_graphs import saved, token_samples, token_teacher
-from support.commands import shd
 from support.makers import contents
 from support.refusals import refusal
-from support.students import precompute, precompute_heads
 
 from shd_ref import ShdError
 from shd_ref.cache import list_cache, verify_cache
 from shd_ref.teacher import ArraySource, PrecomputeOptions, Row, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
 
 ray = pytest.importorskip("ray", reason="--engine ray needs the extra 'ray'")
 pytestmark = [
@@ -124,36 +121,3 @@ def test_a_cluster_without_room_is_named(teacher: Path, tmp_path: Path) -> None:
         )
     with refusal("argument-value", "inputs must be what opens them"):
         precompute(teacher, inputs, tmp_path, OPTIONS, RUN, engine=RayEngine())
-
-
-def test_students_in_one_pass(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One student's cache may hold more already than another's; paths are relative, though actors work elsewhere."""
-    from shd_ref.teacher.precompute.ray_engine import RayEngine
-
-    monkeypatch.chdir(tmp_path)
-    np.savez("data.npz", **make_tokens())
-    precompute_heads(teacher, make_tokens(), "one", OPTIONS, [1, 2], RUN)
-    job = ["precompute", os.path.relpath(teacher), "--inputs", "data.npz", "--student-heads", "1,2"]
-    job += ["--batch-size", "4", "--samples-per-shard", "3", "--out", "two", "--engine", "ray", "--workers", "2"]
-    precompute_heads(teacher, make_tokens(), "two", OPTIONS, [1, 2], replace(RUN, shards=(0, 7)))
-    (tmp_path / "two/heads-2/receipts/000001.json").unlink()
-    said = shd(*job)
-    assert all(f"shd verify two/heads-{heads}" in said for heads in (1, 2))
-    for heads in (1, 2):
-        assert contents(tmp_path / f"two/heads-{heads}") == contents(tmp_path / f"one/heads-{heads}")
-    (tmp_path / "two/heads-1/receipts/000003.json").unlink()
-
-    seen: list[tuple[int, int, int]] = []
-    again = precompute_heads(
-        teacher,
-        lambda: ArraySource(make_tokens()),
-        tmp_path / "two",
-        OPTIONS,
-        [2, 1],
-        RUN,
-        engine=RayEngine(),
-        on_progress=lambda *c: seen.append(c),
-    )
-    assert [(summary.written, summary.missing_shards) for summary in again] == [(0, 0), (3, 0)]
-    assert [counts[:2] for counts in seen] == [(2 * NUM_SAMPLES, 2 * NUM_SAMPLES)]
-    assert verify_cache(tmp_path / "two/heads-1").ok

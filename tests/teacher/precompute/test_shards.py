@@ -11,10 +11,10 @@ import pytest
 from support.attention_graphs import saved, token_samples, token_teacher
 from support.commands import shd
 from support.makers import contents
-from support.students import precompute, precompute_heads
 
 from shd_ref.cache import list_cache, merge_caches, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.run.inputs import share_shards
 
 NUM_SAMPLES = 41
@@ -60,15 +60,6 @@ def test_each_of_two_at_once_says_what_it_wrote(teacher: Path, tmp_path: Path) -
     assert (outer.resumed, outer.written_by_others) == (0, inner[0].written)
     assert (inner[0].resumed, inner[0].written_by_others) == (outer.written, 0)
     assert outer.written + inner[0].written == NUM_SAMPLES
-
-
-def test_parts_of_caches_for_several_students(teacher: Path, tmp_path: Path) -> None:
-    precompute_heads(teacher, make_tokens(), tmp_path / "whole", OPTIONS, [1, 3], RunOptions(samples_per_shard=3))
-    for part in range(2):
-        run = RunOptions(samples_per_shard=3, shards=(part, 2))
-        left = precompute_heads(teacher, make_tokens(), tmp_path / "parts", OPTIONS, [1, 3], run)
-        assert [summary.missing_shards for summary in left] == [7 - 7 * part] * 2
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
 @pytest.mark.slow

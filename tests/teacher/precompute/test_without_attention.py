@@ -13,10 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 from support.attention_graphs import language_model, token_samples
 from support.commands import shd
 from support.refusals import refusal
-from support.students import precompute
 
 from shd_ref.cache import Attention, CacheReader, list_cache, sample_key, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute.engine import precompute
 
 NUM_SAMPLES, LENGTH = 10, 7
 RUN = RunOptions(batch_size=2, samples_per_shard=2, num_threads=1)

@@ -16,14 +16,14 @@ from support.attention_graphs import (
     token_samples,
     vector_samples,
 )
-from support.students import precompute, precompute_heads
 from support.two_sequences import encoder_decoder
 
 from shd_ref.cache import CacheReader, list_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.graph.find import find_sites
-from shd_ref.teacher.graph.tiles import find_tiles
 from shd_ref.teacher.opening.load import load_teacher
+from shd_ref.teacher.precompute.engine import precompute
+from shd_ref.teacher.rewrite.tiles import find_tiles
 from shd_ref.teacher.run.inputs import run_batch
 from shd_ref.teacher.run.teacher import TeacherRun
 
@@ -130,7 +130,7 @@ def test_no_tile_reads_keys_beyond_its_window(tmp_path: Path) -> None:
     inputs["x"][:, 0] = np.nan
     options = PrecomputeOptions(2, strategy="constant", codec="float32")
     for tile, spoilt in ((4, 4), (0, 24)):
-        work = TeacherRun.open(teacher, inputs, [options], replace(_run(tile), batch_size=1))
+        work = TeacherRun.open(teacher, inputs, options, replace(_run(tile), batch_size=1))
         opened = work.sessions.open()
         (codes,) = run_batch(opened.session, [opened.graph.layers[0].names["codes"]], work.inputs.batch([0])).values()
         assert np.isfinite(codes[0]).all(axis=(0, 2)).tolist() == [False] * spoilt + [True] * (24 - spoilt)
@@ -185,17 +185,6 @@ def compare_with_whole_maps(
                 rtol=0,
                 atol=1e-3 if options.is_factored else 1e-5,
             )
-
-
-def test_students_of_one_pass_share_the_tiles(teacher: Path, tmp_path: Path) -> None:
-    inputs, options = make_inputs(), PrecomputeOptions(2, codec="float32")
-    precompute_heads(teacher, inputs, tmp_path / "both", options, [1, 2], _run(4))
-    precompute(teacher, inputs, tmp_path / "alone", options, _run(0))
-    both, alone = CacheReader(tmp_path / "both" / "heads-2"), CacheReader(tmp_path / "alone")
-    for key in alone:
-        np.testing.assert_allclose(
-            both.decode(both.read(key), 0), alone.decode(alone.read(key), 0), rtol=0, atol=1e-5
-        )
 
 
 def test_a_run_goes_on_with_another_tile(teacher: Path, tmp_path: Path) -> None:

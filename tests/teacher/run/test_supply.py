@@ -9,11 +9,11 @@ import pytest
 from onnx import TensorProto
 from support.attention_graphs import GraphBuilder, random_projection
 from support.refusals import refusal
-from support.students import precompute
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, sample_key
 from shd_ref.teacher import InputSpec, ModelInputs, PrecomputeOptions, RunOptions, find_sites, load_teacher
+from shd_ref.teacher.precompute.engine import precompute
 
 IDS = InputSpec("input_ids", "int64", ("batch_size", "sequence_length"))
 MASK = InputSpec("attention_mask", "int64", ("batch_size", "past_sequence_length + 1"))
@@ -32,13 +32,6 @@ def test_the_key_is_of_what_the_data_hold() -> None:
     assert inputs.supplied == ("past_key_values.0.key", "position_ids", "use_cache_branch")
     assert inputs.fixed_batch is None, "the flag's one entry is no batch"
     assert inputs.key(0) == sample_key({name: array[0] for name, array in DATA.items()})
-
-
-def test_what_is_fed_besides_is_told() -> None:
-    second = InputSpec("past_key_values.0.value", PAST.dtype, PAST.shape)
-    told = "past_key_values.0.key and 1 more (an empty past), position_ids (counted from the mask)"
-    assert ModelInputs(DATA, (*SPECS, second)).supply == f"{told}, use_cache_branch (false)"
-    assert ModelInputs(DATA, (IDS, MASK)).supply == ""
 
 
 def test_positions_are_counted_from_the_mask_as_generation_does() -> None:

@@ -73,11 +73,13 @@ def test_sessions_are_opened_and_shards_written_on_the_thread_that_calls(tmp_pat
     """With one thread everything is done there, so that a debugger follows it from end to end."""
     onnx.save(language_model(), tmp_path / "teacher.onnx")
     before = threading.active_count()
-    students = [(tmp_path / f"cache-{heads}", PrecomputeOptions(num_student_heads=heads)) for heads in (2, 1)]
+    options = PrecomputeOptions(num_student_heads=2)
     run = RunOptions(batch_size=4, samples_per_shard=8, num_threads=num_threads)
     names = ("open_session", "run_batch", "CacheWriter.write_shard")
     with calls_of(*names) as calls:
-        precompute(tmp_path / "teacher.onnx", Streamed(token_samples(24, 9, least=9)), students, run)
+        precompute(
+            tmp_path / "teacher.onnx", Streamed(token_samples(24, 9, least=9)), tmp_path / "cache", options, run
+        )
     threads = {name: {call["thread"] for call in calls if call["name"] == name} for name in names}
     mine = threading.current_thread().name
     assert not any(name.startswith("shd-") for name in threads["open_session"])
@@ -92,10 +94,10 @@ class TestWholeRuns:
     """Batches that run ahead change no byte, and lose nothing when one goes wrong."""
 
     def write(self, folder: Path, num_threads: int, on_progress: Any = None, **options: Any) -> dict[str, bytes]:
-        students = [(folder, PrecomputeOptions(num_student_heads=2, hidden=(0, 1), logits="topk", **options))]
+        stored = PrecomputeOptions(num_student_heads=2, hidden=(0, 1), logits="topk", **options)
         run = RunOptions(batch_size=4, samples_per_shard=3, num_threads=num_threads)
         teacher = saved(language_model(), folder.parent)
-        precompute(teacher, token_samples(30, 9, least=9), students, run, on_progress=on_progress)
+        precompute(teacher, token_samples(30, 9, least=9), folder, stored, run, on_progress=on_progress)
         return contents(folder)
 
     @pytest.mark.parametrize("form", ["maps", "factored"])

@@ -81,12 +81,6 @@ def save_json_lines(rows: list[dict[str, Any]], path: Path) -> Path:
     return path
 
 
-def save_safetensors(rows: list[dict[str, Any]], path: Path) -> Path:
-    library = pytest.importorskip("safetensors.numpy", reason="safetensors needs the extra 'inputs'")
-    library.save_file(padded_arrays(rows), path)
-    return path
-
-
 def save_npz(rows: list[dict[str, Any]], path: Path) -> Path:
     """In Fortran's order or compressed, where the name says so."""
     arrays = padded_arrays(rows)
@@ -100,7 +94,6 @@ SAVERS: dict[str, tuple[Callable[[list[dict[str, Any]], Path], Path], bool]] = {
     "data.npz": (save_npz, True),
     "fortran.npz": (save_npz, True),
     "compressed.npz": (save_npz, True),
-    "data.safetensors": (save_safetensors, True),
     "data.parquet": (save_parquet, False),
     "parquet": (save_parquet_folder, False),
     "data.arrow": (save_arrow, True),
@@ -305,7 +298,6 @@ def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
         ("uneven.npz", lambda path: np.savez(path, x=np.zeros(3), y=np.zeros(4))),
         ("empty.npz", lambda path: np.savez(path, x=np.zeros((0, 3)))),
         ("absent.npz", lambda path: None),
-        ("text.safetensors", lambda path: path.write_text("not one")),
         ("text.parquet", lambda path: path.write_text("not one")),
         ("text.arrow", lambda path: path.write_text("not one")),
         ("empty.jsonl", lambda path: path.write_text("\n")),
@@ -316,8 +308,8 @@ def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 def test_files_that_are_not_what_they_should_be_are_named(
     tmp_path: Path, name: str, make: Callable[[Path], Any]
 ) -> None:
-    if name.endswith(("parquet", "arrow", "safetensors")):
-        pytest.importorskip("pyarrow" if "arr" in name or "parquet" in name else "safetensors")
+    if name.endswith(("parquet", "arrow")):
+        pytest.importorskip("pyarrow")
     make(tmp_path / name)
     with refusal("inputs-invalid", name):
         open_source(tmp_path / name)

@@ -12,10 +12,10 @@ import pytest
 from onnx import numpy_helper
 from support.attention_graphs import bare_attention, bare_samples, language_model, saved, token_samples, token_teacher
 from support.commands import shd
-from support.students import precompute
 
 from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Receipt
 from shd_ref.teacher import PlanOptions, PrecomputeOptions, RunOptions, forecast_cache
+from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.study.forecast import Forecast, FormForecast, advise
 
 OPTIONS = PrecomputeOptions(num_student_heads=2)

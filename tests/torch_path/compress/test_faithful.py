@@ -403,7 +403,7 @@ def test_the_cache_holds_what_the_library_gives(exported: Mapping[str, Path], tm
     targets: dict[str, Any] = {"embeddings": read_pooling(folder)} if sentences else {"logits": "float16"}
     options = PrecomputeOptions(num_student_heads=0, form="none", **targets)
     source = open_source(write_texts(tmp_path), tokenizer=folder)
-    precompute(folder / "teacher.onnx", source, [(tmp_path / "cache", options)])
+    precompute(folder / "teacher.onnx", source, tmp_path / "cache", options)
     reader = CacheReader(tmp_path / "cache")
     rows = open_source(tmp_path / "data.jsonl", tokenizer=folder).rows(reader.manifest.inputs.names)
     for row, vector in zip(rows, run_library(folder), strict=True):
@@ -425,7 +425,7 @@ def test_what_a_text_gives_alone_counts(tmp_path: Path, case: str) -> None:
     source = open_source(tmp_path / "data.jsonl", tokenizer=folder)
     for targets in ({"num_student_heads": 0, "form": "none", "logits": "float16"}, {"num_student_heads": 1}):
         options = PrecomputeOptions(**targets)  # type: ignore[arg-type]
-        (made,) = precompute(folder / "teacher.onnx", source, [(tmp_path / f"cache{len(targets)}", options)])
+        made = precompute(folder / "teacher.onnx", source, tmp_path / f"cache{len(targets)}", options)
         assert list(made.remarks) == said
     reader = CacheReader(tmp_path / "cache3")
     for row in source.rows(["input_ids", "attention_mask"]):
@@ -444,20 +444,19 @@ def test_pairs_of_texts_keep_their_types(exported: Mapping[str, Path], tmp_path:
     with torch.no_grad():
         expected = model(**{name: torch.from_numpy(array) for name, array in batch.items()})[0].numpy()
     options = PrecomputeOptions(num_student_heads=0, form="none", logits="float16")
-    precompute(folder / "teacher.onnx", batch | {"label": np.zeros(30)}, [(tmp_path / "cache", options)])
+    precompute(folder / "teacher.onnx", batch | {"label": np.zeros(30)}, tmp_path / "cache", options)
     reader = CacheReader(tmp_path / "cache")
     for at, logits in enumerate(expected):
         row = {name: array[at][: batch["attention_mask"][at].sum()] for name, array in batch.items()}
         np.testing.assert_allclose(reader.decode_logits(reader.read(sample_key(row))), logits[None], atol=1e-2)
     export_teacher(model, example_inputs(model, ["attention_mask"]), tmp_path / "without.onnx")
     with refusal("inputs-invalid", "row 0: token_type_ids must be 0 where the graph does not take them"):
-        precompute(tmp_path / "without.onnx", batch, [(tmp_path / "none", options)])
+        precompute(tmp_path / "without.onnx", batch, tmp_path / "none", options)
     zeros = batch | {"token_type_ids": np.zeros_like(batch["input_ids"]), "label": np.zeros(30)}
-    (made,) = precompute(tmp_path / "without.onnx", zeros, [(tmp_path / "zeros", options)])
+    made = precompute(tmp_path / "without.onnx", zeros, tmp_path / "zeros", options)
     assert made.remark == "left out, as the graph does not take them: label"
     del zeros["token_type_ids"]
-    (made,) = precompute(folder / "teacher.onnx", zeros, [(tmp_path / "supplied", options)])
-    assert made.supplied == "token_type_ids (zeros)"
+    made = precompute(folder / "teacher.onnx", zeros, tmp_path / "supplied", options)
 
 
 @pytest.mark.parametrize("max_length", [None, 9, 5])
@@ -494,8 +493,8 @@ def test_graphs_that_do_not_state_their_padding(exported: Mapping[str, Path], tm
     options = PrecomputeOptions(num_student_heads=0, form="none", logits="float16")
     source = open_source(write_texts(tmp_path), tokenizer=folder)
     with refusal("graph-unsupported", "with their padding"):
-        precompute(tmp_path / "bare.onnx", source, [(tmp_path / "cache", options)])
-    precompute(tmp_path / "bare.onnx", source, [(tmp_path / "cache", options)], RunOptions(batch_size=1))
+        precompute(tmp_path / "bare.onnx", source, tmp_path / "cache", options)
+    precompute(tmp_path / "bare.onnx", source, tmp_path / "cache", options, RunOptions(batch_size=1))
     assert recheck_records(tmp_path / "cache", tmp_path / "bare.onnx", source).records == 8
 
 
@@ -504,9 +503,7 @@ def test_what_a_model_without_a_head_lacks(exported: Mapping[str, Path], tmp_pat
     options = PrecomputeOptions(num_student_heads=0, form="none", hidden=(-1,))
     with refusal("argument-value", "hidden must leave out last, which needs a head"):
         precompute(
-            folder / "teacher.onnx",
-            open_source(write_texts(tmp_path), tokenizer=folder),
-            [(tmp_path / "cache", options)],
+            folder / "teacher.onnx", open_source(write_texts(tmp_path), tokenizer=folder), tmp_path / "cache", options
         )
     result = invoke(load_app(), ["export", str(folder / "teacher.onnx"), "--out", str(tmp_path / "t.onnx")])
     assert "must be the folder or hub id of a model; got the graph" in " ".join(result.output.split())
@@ -528,8 +525,8 @@ def test_a_graph_whose_quantisation_rounds_its_mask(exported: Mapping[str, Path]
     quantize_static(str(folder / "teacher.onnx"), str(graph), Reader())
     options = PrecomputeOptions(num_student_heads=1)
     with refusal("support-mismatch", r"attends to padding, .*: run samples alone \(--batch-size 1\)"):
-        precompute(graph, source, [(tmp_path / "batches", options)])
-    precompute(graph, source, [(tmp_path / "alone", options)], RunOptions(batch_size=1, num_threads=2))
+        precompute(graph, source, tmp_path / "batches", options)
+    precompute(graph, source, tmp_path / "alone", options, RunOptions(batch_size=1, num_threads=2))
     assert recheck_records(tmp_path / "alone", graph, source).records == 8
 
 

@@ -25,11 +25,11 @@ from support.attention_graphs import (
 from support.binding.sentences import TEXTS, export_encoder, samples_of, tokens_of, write_encoder
 from support.commands import shd
 from support.refusals import refusal
-from support.students import precompute
 from support.two_sequences import encoder_decoder
 
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.teacher import Pooling, PrecomputeOptions, RunOptions, read_pooling, recheck_records
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import SupervisedDataset
 
 ALONE = PrecomputeOptions(form="none", embeddings=Pooling("mean"))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from support.shrink.models import WIDTH, make_data, make_teacher
-from support.students import precompute
 from torch import Tensor, nn
 
 from shd_ref.teacher import PrecomputeOptions
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import SupervisedDataset, capture_attention, export_teacher, indexer_kl
 from shd_torch.supervision import Factored
 

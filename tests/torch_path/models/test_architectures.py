@@ -18,6 +18,7 @@ from shd_ref.teacher import (
     open_session,
     squeeze_graph,
 )
+from shd_ref.teacher.graph.targets import LOGITS, hidden_role
 from shd_torch import export_teacher
 from shd_torch.export import load_hf_model
 
@@ -71,7 +72,7 @@ def test_exported_found_and_squeezed(name: str, is_newer: bool, tmp_path: Path) 
     if states:
         has_logits = "logits" in {value.name for value in teacher.graph.output}
         targets = find_targets(teacher, sites, logits=has_logits, hidden=range(len(sites) + 1))
-        assert len(targets.hidden) == len(states) == len(sites) + 1
+        assert len(set(targets.names) - {LOGITS}) == len(states) == len(sites) + 1
 
     mask = feeds.get("attention_mask")
     squeezed = squeeze_graph(
@@ -85,10 +86,9 @@ def test_exported_found_and_squeezed(name: str, is_newer: bool, tmp_path: Path) 
     outputs = run_session(open_session(squeezed.model.SerializeToString(), num_threads=1), feeds)
     # Raises above the published tolerances, also where rows do not sum to one.
     compare_with_reference(squeezed, outputs, query_mask=None if mask is None else mask.astype(bool))
-    for layer, tensor in squeezed.targets.hidden:
-        np.testing.assert_allclose(outputs[tensor], states[layer], atol=2e-5, rtol=1e-4, err_msg=f"state {layer}")
-    if squeezed.targets.logits is not None:
-        np.testing.assert_allclose(outputs[squeezed.targets.logits], expected.numpy(), atol=2e-5, rtol=1e-4)
+    named = {hidden_role(layer): state for layer, state in enumerate(states)} | {LOGITS: expected.numpy()}
+    for role, tensor in squeezed.targets.names.items():
+        np.testing.assert_allclose(outputs[tensor], named[role], atol=2e-5, rtol=1e-4, err_msg=role)
 
 
 def hidden_states_of(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> list[np.ndarray]:

@@ -10,7 +10,6 @@ import transformers
 from numpy.typing import NDArray
 from support.exported_models import trace
 from support.refusals import refusal
-from support.students import precompute
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import CacheReader, verify_cache
@@ -24,6 +23,7 @@ from shd_ref.teacher import (
     load_teacher,
     recheck_records,
 )
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import SupervisedDataset, attention_kl, capture_attention, layer_kls
 from shd_torch.export import example_inputs
 from shd_torch.maps import squeeze_heads, value_outputs

@@ -11,12 +11,12 @@ import transformers
 from support.commands import shd
 from support.exported_models import trace
 from support.refusals import refusal
-from support.students import precompute
 
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.errors import ShdError
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.options import LAST
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import export_teacher
 
 pytestmark = pytest.mark.filterwarnings("ignore")

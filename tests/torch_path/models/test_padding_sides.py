@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 from support.binding.models import hf_inputs, hf_model
 from support.exported_models import trace
-from support.students import precompute
 from torch import Tensor
 
 from shd_ref.cache import CacheReader
 from shd_ref.cache.codecs.codecs import row_tv_bound
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention
 from shd_torch.maps import shd_loss
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.past_decoders import DECODERS, VOCABULARY, export_with_past, make_decoder
-from support.students import precompute
 
 from shd_ref.cache import CacheReader, sample_key, trim_sample
 from shd_ref.conformance import load_tolerances
 from shd_ref.teacher import PrecomputeOptions, RunOptions, find_sites, load_teacher
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher
 
 SAMPLES, LENGTH, PADDED_IN_FRONT = 12, 9, 2

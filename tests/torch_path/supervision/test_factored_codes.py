@@ -116,9 +116,9 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
     pytest.importorskip("transformers", reason="these teachers come from transformers")
     from support.binding.architectures import HEADS, make_inputs, make_model
-    from support.students import precompute
 
     from shd_ref.teacher import PrecomputeOptions, RunOptions
+    from shd_ref.teacher.precompute.engine import precompute
 
     model = make_model(name, **({"attn_logit_softcapping": None} if name == "gemma2" else {}))
     inputs = make_inputs(name, batch=6, length=12)

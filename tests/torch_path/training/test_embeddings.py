@@ -23,9 +23,9 @@ from support.binding.trainer_cases import make_model, make_samples, make_trainer
 from support.binding.trainer_cases import pad as pad_labelled
 from support.commands import shd
 from support.refusals import refusal
-from support.students import precompute
 
 from shd_ref.teacher import Pooling, PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import (
     EmbeddingLoss,
     EmbeddingTerm,

@@ -9,12 +9,12 @@ from support.binding.models import PlainBlock
 from support.binding.trainer_cases import make_model, make_trainer, trained
 from support.exported_models import trace
 from support.refusals import refusal
-from support.students import precompute
 
 import shd_ref
 import shd_torch.maps as shd
 from shd_ref import patch_groups
 from shd_ref.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.data import SupervisedDataset
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.binding.trainer_cases import export, make_samples, pad, trained
-from support.students import precompute
 from torch import Tensor
 
 from shd_ref.cache import FORMS, U8, CacheReader, Part, RowError, list_cache, verify_cache
 from shd_ref.cache.forms.rows import RowCodec, Rows
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
+from shd_ref.teacher.graph.targets import LOGITS
+from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.precompute.forms import MAKERS
 from shd_ref.teacher.precompute.forms.rows import RowsMaker
 from shd_torch import SupervisedDataset
@@ -70,13 +71,13 @@ class Entropies(Rows):
 
 class EntropyMaker(RowsMaker[Entropies]):
     def describe(self, work: Any, outputs: Any) -> Entropies | None:
-        return Entropies(codec="float16", rows="positions") if outputs.targets.logits is not None else None
+        return Entropies(codec="float16", rows="positions") if LOGITS in outputs.targets.arrays else None
 
     def options(self, form: Entropies) -> dict[str, Any]:
         return {}
 
     def values(self, form: Entropies, sample: Any) -> Iterator[NDArray[np.float32]]:
-        yield np.asarray(entropies(torch.from_numpy(sample.targets.logits)))[:, None]
+        yield np.asarray(entropies(torch.from_numpy(sample.targets.arrays[LOGITS])))[:, None]
 
 
 @dataclass(frozen=True)

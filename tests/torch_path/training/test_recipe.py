@@ -10,9 +10,9 @@ import transformers
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
 from support.exported_models import trace
 from support.refusals import refusal
-from support.students import precompute
 
 from shd_ref.teacher import PrecomputeOptions
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import KdTerm, OnlineTeacher, ShdError, SupervisedDataset, capture_attention, recipes
 from shd_torch.recipes import SHD
 from shd_torch.training import Recipe

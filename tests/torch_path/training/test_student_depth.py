@@ -8,12 +8,12 @@ import torch
 from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad
 from support.exported_models import trace
 from support.refusals import refusal
-from support.students import precompute
 from torch.utils.data import DataLoader
 
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, layer_kls
 
 TEACHER_LAYERS, MEANT = 6, 3

@@ -13,11 +13,11 @@ import pytest
 import torch
 from support.binding.trainer_cases import export, make_model, make_samples, make_trainer, pad, trained, weights
 from support.refusals import refusal
-from support.students import precompute
 from support.two_sequences import encoder_decoder
 
 from shd_ref.cache import Attention, CacheReader
 from shd_ref.teacher import PrecomputeOptions, RunOptions
+from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import HiddenTerm, KdTerm, OnlineTeacher, ShdError, SupervisedDataset, hidden_loss, kd_loss
 from shd_torch.kd import kd_targets_topk, mean_logits
 

@@ -12,19 +12,16 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 from shd_ref.cache import U8, Embeddings, Errors, Exact, Factors, Form, Hidden, Logits, Maps, SampleRecord
 from shd_ref.cache.forms import Forms, Held
 from shd_ref.errors import ShdError, graph_unsupported
-from shd_ref.teacher.graph.independence import EXPORT_OTHERWISE, distance, rounds_in_run
+from shd_ref.teacher.opening.model import rounds_in_run
 from shd_ref.teacher.options import NO_FORM
 from shd_ref.teacher.precompute.forms.attention import FactorsMaker, MapsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
 from shd_ref.teacher.precompute.forms.rows import EmbeddingsMaker, ExactMaker, HiddenMaker, LogitsMaker
-from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, StudentOutputs, find_faults
-from shd_ref.teacher.run.teacher import TeacherRun
-from shd_ref.tolerances import load_tolerances
+from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, BatchOutputs, find_faults
+from shd_ref.teacher.run.teacher import EXPORT_OTHERWISE, TeacherRun
 
 MAKERS: dict[type[Form], Maker[Any]] = {
     Maps: MapsMaker(),
@@ -40,7 +37,7 @@ def maker_of(form: Form) -> Maker[Any]:
     return MAKERS[type(form)]
 
 
-def describe_forms(work: TeacherRun, outputs: StudentOutputs) -> Forms:
+def describe_forms(work: TeacherRun, outputs: BatchOutputs) -> Forms:
     """All that the options ask for, see ``Maker.describe``."""
     forms = [maker.describe(work, outputs) for maker in MAKERS.values()]
     return Forms(*(form for form in forms if form is not None))
@@ -56,7 +53,7 @@ def options_for(forms: Held, *, has_targets: bool = True) -> dict[str, Any]:
 
 
 def make_records(
-    outputs: StudentOutputs, wanted: Container[int], forms: Held, seed_of: Callable[[int], int | None]
+    outputs: BatchOutputs, wanted: Container[int], forms: Held, seed_of: Callable[[int], int | None]
 ) -> list[SampleRecord]:
     """Records of those samples of a batch whose index is wanted, in these forms, such as the manifest's."""
     numbers = [number for number, index in enumerate(outputs.indices) if index in wanted]
@@ -78,7 +75,7 @@ def make_records(
     ]
 
 
-def measure_errors(outputs: StudentOutputs, records: Sequence[SampleRecord], forms: Held) -> Errors:
+def measure_errors(outputs: BatchOutputs, records: Sequence[SampleRecord], forms: Held) -> Errors:
     """What coding cost the rows of these records that count, from outputs with check outputs."""
     positions = {index: number for number, index in enumerate(outputs.indices)}
     samples = [outputs[positions[record.index]] for record in records]
@@ -96,14 +93,13 @@ def check_company(work: TeacherRun, forms: Held | None = None) -> None:
     rule by which a cache is checked against its teacher (CACHE-91). Where all samples run alone, one runs twice.
     ``forms`` are the manifest's, where there is one.
     """
-    work.is_moved = _moves_in_front(work)
     lengths = work.inputs.lengths
     groups = list(itertools.islice(work.groups(range(len(work.inputs))), _MOST_GROUPS))
     # The longest and the shortest of a batch. First those of which padding is the largest part, as it may move them.
     pairs = [(group[0], group[-1]) for group in groups if len(group) > 1]
     pairs.sort(key=lambda pair: int(lengths[pair[1]]) / max(int(lengths[pair[0]]), 1))
     for batch in pairs or reversed(groups):
-        (alone, *_) = work.squeeze(work.inputs.batch(batch[-1:]), checked=forms is None)
+        alone = work.squeeze(work.inputs.batch(batch[-1:]), checked=forms is None)
         if find_faults(work, alone, stop=False):
             continue  # judged when it is its turn
         try:
@@ -120,7 +116,7 @@ def check_company(work: TeacherRun, forms: Held | None = None) -> None:
         record = replace(record, parts=parts)
         # Where activations are rounded to integers, a last bit may move a map by much.
         dtype = "bfloat16" if rounds_in_run(work.graph.model) else work.graph.dtype
-        for part, (company, *_) in enumerate(work.squeeze_parts(work.inputs.batch(batch))):
+        for part, company in enumerate(work.squeeze_parts(work.inputs.batch(batch))):
             for form in described.forms:
                 maker = maker_of(form)
                 try:
@@ -135,24 +131,3 @@ def check_company(work: TeacherRun, forms: Held | None = None) -> None:
                         f"{EXPORT_OTHERWISE}{', or run samples alone (--batch-size 1)' * (len(batch) > 1)}"
                     ) from error
         return
-
-
-def _moves_in_front(work: TeacherRun) -> bool:
-    """Whether padding in front of a sample, which its mask hides, moves what the graph makes of it."""
-    inputs = work.inputs
-    if not inputs.pads_front or inputs.mask is None or inputs.fixed_batch is not None:
-        return False
-    session, batch = work.sessions.open(), inputs.shortest()
-    roles = [layer.names.get(role) for layer in session.graph.layers for role in ("codes", "queries")]
-    names = [*session.graph.targets.titles] or [name for name in roles if name in session.names]
-    rounding = load_tolerances()["graph"]["probs"]
-    limit = 10 * rounding.get(work.graph.dtype, rounding["float32"])
-    try:
-        first, second = (work.sessions.run(session, names, one) for one in (batch, inputs.padded_in_front(batch, 4)))
-    except ShdError:  # of a graph that has no place for it
-        return False
-    return any(
-        not distance(array, second[name][tuple(slice(-size, None) for size in array.shape)])
-        <= limit * np.abs(array).max(initial=1.0)
-        for name, array in first.items()
-    )

@@ -39,7 +39,7 @@ from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import compose_mixing
 from shd_ref.teacher.options import CODECS_OF, MATCHED, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.forms.maker import Maker, not_now, tolerance_of
-from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, MEASURED_ENTRIES, LayerOutputs, StudentOutputs
+from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, MEASURED_ENTRIES, BatchOutputs, LayerOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 
 CODED_IN_GRAPH: Final = "sqrt8-row"
@@ -56,8 +56,8 @@ class AttentionMaker(Maker[AttentionT]):
     NAME: ClassVar[str]
     BY_LAYER: ClassVar[bool] = True
 
-    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> AttentionT | None:
-        options, plans = outputs.student.options, outputs.student.plans
+    def describe(self, work: TeacherRun, outputs: BatchOutputs) -> AttentionT | None:
+        options, plans = work.options, work.plans
         if options.form != self.NAME or not outputs.layers:
             return None
         same = len(set(plans)) == 1
@@ -78,7 +78,7 @@ class AttentionMaker(Maker[AttentionT]):
         return self.describe_form(work, outputs, squeeze)
 
     @abstractmethod
-    def describe_form(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> AttentionT:
+    def describe_form(self, work: TeacherRun, outputs: BatchOutputs, squeeze: dict[str, Any]) -> AttentionT:
         """The form, with the members that both forms share."""
 
     def options(self, form: AttentionT) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class AttentionMaker(Maker[AttentionT]):
         return asked
 
     def make(
-        self, form: AttentionT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]
+        self, form: AttentionT, samples: Sequence[BatchOutputs], extents: Sequence[Extent]
     ) -> list[dict[str, Any]]:
         """Alphas before clipping, mixing, and codes."""
         alphas = np.array([[layer.alphas for layer in sample.layers] for sample in samples], np.float32)
@@ -112,7 +112,7 @@ class AttentionMaker(Maker[AttentionT]):
         return made
 
     @abstractmethod
-    def make_codes(self, form: AttentionT, sample: StudentOutputs) -> list[Any]:
+    def make_codes(self, form: AttentionT, sample: BatchOutputs) -> list[Any]:
         """The codes of each layer."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class AttentionMaker(Maker[AttentionT]):
         """The total variation that coding may cost each row of a sample's merged maps (CACHE-91)."""
 
     def recheck(
-        self, form: AttentionT, dtype: str, sample: StudentOutputs, record: SampleRecord, entries: int | None = None
+        self, form: AttentionT, dtype: str, sample: BatchOutputs, record: SampleRecord, entries: int | None = None
     ) -> tuple[int, float]:
         """The total variation between each stored row, decoded, and the row that the teacher gives now."""
         count, largest = 0, 0.0
@@ -148,11 +148,11 @@ class MapsMaker(AttentionMaker[Maps]):
 
     NAME: ClassVar[str] = "maps"
 
-    def describe_form(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> Maps:
+    def describe_form(self, work: TeacherRun, outputs: BatchOutputs, squeeze: dict[str, Any]) -> Maps:
         """Causal where no row that counts looks ahead; each record with its shape where maps are not square."""
         axes = {layer.map_axes for layer in outputs.layers}
         one_sequence = {work.graph.site_kinds.kind(site) for _, site in work.graph.layers} <= {None, "encoder"}
-        groups = outputs.student.options.groups
+        groups = work.options.groups
         own = not one_sequence or len(axes) > 1 or any(rows != keys for rows, keys in axes)  # CACHE-128
         own = own or groups is not None
         first = outputs.layers[0]
@@ -162,12 +162,12 @@ class MapsMaker(AttentionMaker[Maps]):
         return Maps(
             **squeeze,
             support="full" if full else "causal",
-            temperature=outputs.student.options.temperature,
+            temperature=work.options.temperature,
             shapes="own" if own else "length",
             groups=groups,
         )
 
-    def make_codes(self, form: Maps, sample: StudentOutputs) -> list[Any]:
+    def make_codes(self, form: Maps, sample: BatchOutputs) -> list[Any]:
         """Codes ``(H_s, rows, keys)``; ``support-mismatch`` for a teacher that attends to padding."""
         made: list[Any] = []
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
@@ -178,7 +178,7 @@ class MapsMaker(AttentionMaker[Maps]):
             made.append(np.ascontiguousarray(codes) if in_graph else encode(form.codec, codes))
         return made
 
-    def measure(self, form: Maps, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> CodecError:
+    def measure(self, form: Maps, samples: Sequence[BatchOutputs], records: Sequence[SampleRecord]) -> CodecError:
         """Over the merged maps before coding; rows without mass do not count."""
         errors = []
         for sample in samples:
@@ -234,7 +234,7 @@ class FactorsMaker(AttentionMaker[Factors]):
 
     NAME: ClassVar[str] = "factored"
 
-    def describe_form(self, work: TeacherRun, outputs: StudentOutputs, squeeze: dict[str, Any]) -> Factors:
+    def describe_form(self, work: TeacherRun, outputs: BatchOutputs, squeeze: dict[str, Any]) -> Factors:
         """Support and windows are read off the mask of a longest sample."""
         support, windows = describe_mask(read_spans(work, outputs))
         factors = tuple(
@@ -244,7 +244,7 @@ class FactorsMaker(AttentionMaker[Factors]):
         padding = "around" if work.inputs.firsts.any() else "behind"
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
 
-    def compare(self, work: TeacherRun, sample: StudentOutputs) -> None:
+    def compare(self, work: TeacherRun, sample: BatchOutputs) -> None:
         """Refuse maps that are not what queries and keys make (CACHE-143), under the mask that this sample has."""
         if not work.options.is_factored:
             return
@@ -257,14 +257,12 @@ class FactorsMaker(AttentionMaker[Factors]):
             tiles = layer.tiles(COMPARED_ENTRIES if layer.rows else None)
             _compare_maps(layer, tiles, sample.extent, scales[layer.layer.student_layer], support, window)
 
-    def make_codes(self, form: Factors, sample: StudentOutputs) -> list[Any]:
+    def make_codes(self, form: Factors, sample: BatchOutputs) -> list[Any]:
         """Queries and keys of each layer, where the teacher masked the sample as the manifest says."""
         _check_sample(sample, form.support, [factors.window for factors in form.factors])
         return [encode_factors(form.codec, *_cut(layer, sample.extent)) for layer in sample.layers]
 
-    def measure(
-        self, form: Factors, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]
-    ) -> CodecError:
+    def measure(self, form: Factors, samples: Sequence[BatchOutputs], records: Sequence[SampleRecord]) -> CodecError:
         """Of the maps that the stored numbers make (CACHE-152)."""
         errors = []
         for sample, record in zip(samples, records, strict=True):
@@ -307,7 +305,7 @@ def _cut_tiles(
             yield slice(low - first, high - first), cut
 
 
-def _check_sample(sample: StudentOutputs, support: str, windows: Sequence[int | None]) -> None:
+def _check_sample(sample: BatchOutputs, support: str, windows: Sequence[int | None]) -> None:
     mask = sample.layers[0].row_mask
     if mask is not None and not mask[sample.extent.first : sample.extent.length].all():
         rule = f"sample {sample.index} must have its positions in one run to be stored as queries and keys"
@@ -351,17 +349,17 @@ def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None,
     return "full" if ahead or spans[0].shape[1] == 1 else "causal", tuple(windows)
 
 
-def read_spans(work: TeacherRun, outputs: StudentOutputs) -> list[NDArray[Any]]:
+def read_spans(work: TeacherRun, outputs: BatchOutputs) -> list[NDArray[Any]]:
     """What ``describe_mask`` takes, without padding in front, which would hide a short window."""
     index = outputs.indices[0]
     if work.inputs.firsts[index]:
         alone = work.inputs.unmasked(work.inputs.batch([index]))
-        outputs = work.squeeze(alone)[outputs.student.number]
+        outputs = work.squeeze(alone)
     length = outputs[0].extent.length
     return [layer.spans[0, :, :length] for layer in outputs.layers]
 
 
-def check_mask(sample: StudentOutputs, support: str, windows: Sequence[int | None]) -> None:
+def check_mask(sample: BatchOutputs, support: str, windows: Sequence[int | None]) -> None:
     """Refuse a teacher that masked this sample in another way than ``describe_mask`` says (CACHE-143)."""
     first, length = sample.extent.first, sample.extent.length
     for outputs, window in zip(sample.layers, windows, strict=True):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from shd_ref.cache import Extent, Form, RowError, SampleRecord
 from shd_ref.errors import ShdError
-from shd_ref.teacher.run.outputs import StudentOutputs
+from shd_ref.teacher.run.outputs import BatchOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.tolerances import load_tolerances
 
@@ -21,7 +21,7 @@ class Maker(ABC, Generic[FormT]):
     BY_LAYER: ClassVar[bool] = False
 
     @abstractmethod
-    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> FormT | None:
+    def describe(self, work: TeacherRun, outputs: BatchOutputs) -> FormT | None:
         """The form as the manifest will have it, by longest samples; None where the options do not ask for it."""
 
     def files(self, work: TeacherRun, form: FormT) -> Mapping[str, Sequence[Any]]:
@@ -32,20 +32,20 @@ class Maker(ABC, Generic[FormT]):
     def options(self, form: FormT) -> dict[str, Any]:
         """The ``PrecomputeOptions`` that ask for what a cache holds."""
 
-    def compare(self, work: TeacherRun, sample: StudentOutputs) -> None:
+    def compare(self, work: TeacherRun, sample: BatchOutputs) -> None:
         """Refuse maps that this form cannot make (``graph-unsupported``), of some layers with check outputs."""
 
     @abstractmethod
-    def make(self, form: FormT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
+    def make(self, form: FormT, samples: Sequence[BatchOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
         """The parts of each sample's record, see ``SampleRecord``; arrays that share no memory with the batch."""
 
     @abstractmethod
-    def measure(self, form: FormT, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> RowError:
+    def measure(self, form: FormT, samples: Sequence[BatchOutputs], records: Sequence[SampleRecord]) -> RowError:
         """What coding cost these samples, on the rows that count; of attention they have check outputs."""
 
     @abstractmethod
     def recheck(
-        self, form: FormT, dtype: str, sample: StudentOutputs, record: SampleRecord, entries: int | None = None
+        self, form: FormT, dtype: str, sample: BatchOutputs, record: SampleRecord, entries: int | None = None
     ) -> tuple[int, float]:
         """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference.
 

@@ -19,10 +19,11 @@ from shd_ref.cache.codecs.codecs import merge_errors
 from shd_ref.cache.codecs.logits import rows_moved
 from shd_ref.cache.forms.rows import Counted, Rows
 from shd_ref.errors import ShdError, graph_unsupported, need
+from shd_ref.teacher.graph.targets import LAST_ROLE, LOGITS, POOLED, hidden_role
 from shd_ref.teacher.options import LAST
 from shd_ref.teacher.precompute.forms.maker import Maker, not_now, tolerance_of
 from shd_ref.teacher.run.averaged import naming
-from shd_ref.teacher.run.outputs import StudentOutputs
+from shd_ref.teacher.run.outputs import BatchOutputs
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.sentence_folder import Pooling
 
@@ -33,11 +34,11 @@ class RowsMaker(Maker[RowsT]):
     """Makes a form whose parts are rows."""
 
     @abstractmethod
-    def values(self, form: RowsT, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
+    def values(self, form: RowsT, sample: BatchOutputs) -> Iterator[NDArray[np.float32]]:
         """What the teacher gave for each part of the form: rows, padding included, or the one row of a sample."""
 
     def rows(
-        self, form: RowsT, sample: StudentOutputs, extent: Extent
+        self, form: RowsT, sample: BatchOutputs, extent: Extent
     ) -> Iterator[tuple[int | None, NDArray[np.float32], Counted]]:
         """The rows of a record, and which of them count, part by part, after the number of the part's layer."""
         kept = slice(extent.decoder) if form.rows == "decoder" else slice(extent.first, extent.length)
@@ -48,7 +49,7 @@ class RowsMaker(Maker[RowsT]):
             else:
                 yield part.layer, values[kept], None if mask is None else mask[kept]
 
-    def make(self, form: RowsT, samples: Sequence[StudentOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
+    def make(self, form: RowsT, samples: Sequence[BatchOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
         """Rows of bytes, by the names of the form's parts; errors name the sample."""
         made = []
         for sample, extent in zip(samples, extents, strict=True):
@@ -58,7 +59,7 @@ class RowsMaker(Maker[RowsT]):
             made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
         return made
 
-    def measure(self, form: RowsT, samples: Sequence[StudentOutputs], records: Sequence[SampleRecord]) -> RowError:
+    def measure(self, form: RowsT, samples: Sequence[BatchOutputs], records: Sequence[SampleRecord]) -> RowError:
         errors = []
         for sample, record in zip(samples, records, strict=True):
             for part, (layer, rows, counted) in zip(form.parts, self.rows(form, sample, record.extent), strict=True):
@@ -66,7 +67,7 @@ class RowsMaker(Maker[RowsT]):
         return merge_errors(form.ERROR, errors)
 
     def recheck(
-        self, form: RowsT, dtype: str, sample: StudentOutputs, record: SampleRecord, entries: int | None = None
+        self, form: RowsT, dtype: str, sample: BatchOutputs, record: SampleRecord, entries: int | None = None
     ) -> tuple[int, float]:
         # A mean moves no further than the teacher of it that moves most.
         dtypes = [dtype, *(teacher.dtype for teacher in form.averaged)]
@@ -86,17 +87,17 @@ class RowsMaker(Maker[RowsT]):
 class LogitsMaker(RowsMaker[Logits]):
     """Makes ``Logits``."""
 
-    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Logits | None:
-        options, logits = work.options, outputs.targets.logits
+    def describe(self, work: TeacherRun, outputs: BatchOutputs) -> Logits | None:
+        options, logits = work.options, outputs.targets.arrays.get(LOGITS)
         if logits is None:
             return None
-        name = str(work.graph.targets.logits)
+        name = work.graph.targets.names[LOGITS]
         got = f"{logits.ndim} axes in {name}: name another output (--logits-output)"
         rule = "be (samples, positions, classes) or (samples, classes)"
         need(logits.ndim in (2, 3), "graph-unsupported", "logits", rule, got, spec_id="CACHE-160")
         if logits.ndim == 3:
             check_states(work, outputs, "logits", logits)
-        columns = work.logit_columns or logits.shape[-1]  # a mean of several is cut already
+        columns, *columns_of_others = work.logit_columns  # a mean of several is cut already
         size = columns if options.vocab_size is None else options.vocab_size
         need(size <= columns, "argument-value", "vocab_size", f"be at most {columns}, the columns of {name}", size)
         topk: dict[str, Any] = {
@@ -110,7 +111,10 @@ class LogitsMaker(RowsMaker[Logits]):
             tensor=name,
             vocab_size=size,
             padded_vocab_size=columns if size < columns else None,
-            with_teachers=tuple(other.describe(size) for other in work.others),
+            with_teachers=tuple(
+                other.describe(columns, size)
+                for other, columns in zip(work.graph.others, columns_of_others, strict=True)
+            ),
             **({} if options.logits == "float16" else topk),
         )
 
@@ -124,18 +128,17 @@ class LogitsMaker(RowsMaker[Logits]):
             "vocab_size": form.vocab_size if form.padded_vocab_size or form.with_teachers else None,
         }
 
-    def values(self, form: Logits, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
-        assert sample.targets.logits is not None  # they have been described
-        yield sample.targets.logits
+    def values(self, form: Logits, sample: BatchOutputs) -> Iterator[NDArray[np.float32]]:
+        yield sample.targets.arrays[LOGITS]
 
 
 class HiddenMaker(RowsMaker[Hidden]):
     """Makes ``Hidden``; which layers there are, the graph says."""
 
-    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Hidden | None:
+    def describe(self, work: TeacherRun, outputs: BatchOutputs) -> Hidden | None:
         layers = []
-        for layer, tensor in work.graph.targets.hidden:
-            states = outputs.targets.hidden[layer]
+        for layer in sorted(set(work.options.hidden_layers)):
+            states, tensor = outputs.targets.arrays[hidden_role(layer)], work.graph.targets.names[hidden_role(layer)]
             check_states(work, outputs, f"hidden state {layer}", states)
             layers.append(HiddenLayer(layer, tensor, states.shape[-1]))
         form = {"codec": work.options.hidden_codec, "rows": _rows_of(work)}
@@ -145,40 +148,40 @@ class HiddenMaker(RowsMaker[Hidden]):
         """The layers, and their codec, which last states share."""
         return {"hidden": tuple(form.teacher_layers), "hidden_codec": form.codec}
 
-    def values(self, form: Hidden, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
-        return (sample.targets.hidden[layer] for layer in form.teacher_layers)
+    def values(self, form: Hidden, sample: BatchOutputs) -> Iterator[NDArray[np.float32]]:
+        return (sample.targets.arrays[hidden_role(layer)] for layer in form.teacher_layers)
 
 
 class EmbeddingsMaker(RowsMaker[Embeddings]):
     """Makes ``Embeddings``: the states of a text pooled into one vector, on the host in float64."""
 
-    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Embeddings | None:
-        pooling, states, mask = work.options.embeddings, outputs.targets.pooled, outputs.targets.row_mask
-        if pooling is None or states is None:
+    def describe(self, work: TeacherRun, outputs: BatchOutputs) -> Embeddings | None:
+        pooling, targets, mask = work.options.embeddings, outputs.targets.arrays, outputs.targets.row_mask
+        if pooling is None:
             return None
+        states = targets[POOLED]
         if mask is None:
             rule = "embeddings are pooled over the positions that the graph's padding mask counts, and it takes none"
             raise graph_unsupported(f"{rule}: export it with attention_mask, or name its mask (--mask)", "CACHE-181")
         rule = f"be pooled from {(*mask.shape, 'width')} states, one of each position"
-        got = f"{states.shape} in {work.graph.targets.pooled}"
+        got = f"{states.shape} in {work.graph.targets.names[POOLED]}"
         fits = states.ndim == 3 and states.shape[:2] == mask.shape
         need(fits, "graph-unsupported", "embeddings", rule, got, spec_id="CACHE-181")
         return Embeddings(
             codec=work.options.embeddings_codec,
             pooling=pooling.mode,
             normalize=pooling.normalize,
-            tensor=str(work.graph.targets.pooled),
+            tensor=work.graph.targets.names[POOLED],
             width=states.shape[-1],
         )
 
     def options(self, form: Embeddings) -> dict[str, Any]:
         return {"embeddings": Pooling(form.pooling, form.normalize), "embeddings_codec": form.codec}
 
-    def values(self, form: Embeddings, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
-        states, mask = sample.targets.pooled, sample.targets.row_mask
-        assert states is not None  # it has been described
-        assert mask is not None
-        yield pool_states(states[mask], form.pooling, normalize=form.normalize)
+    def values(self, form: Embeddings, sample: BatchOutputs) -> Iterator[NDArray[np.float32]]:
+        mask = sample.targets.row_mask
+        assert mask is not None  # it has been described
+        yield pool_states(sample.targets.arrays[POOLED][mask], form.pooling, normalize=form.normalize)
 
 
 def pool_states(states: NDArray[np.float32], pooling: str, *, normalize: bool) -> NDArray[np.float32]:
@@ -198,11 +201,10 @@ def pool_states(states: NDArray[np.float32], pooling: str, *, normalize: bool) -
 class ExactMaker(RowsMaker[Exact]):
     """Makes ``Exact``: the states that the head reads, and the head, compared with the graph's own logits first."""
 
-    def describe(self, work: TeacherRun, outputs: StudentOutputs) -> Exact | None:
-        states = outputs.targets.last
-        if states is None or work.graph.head is None:
+    def describe(self, work: TeacherRun, outputs: BatchOutputs) -> Exact | None:
+        if work.graph.head is None:
             return None
-        check_states(work, outputs, "the states that the head reads", states)
+        check_states(work, outputs, "the states that the head reads", outputs.targets.arrays[LAST_ROLE])
         form, _ = _with_head(work, work.options.hidden_codec, _rows_of(work))
         _compare_head(work, form, outputs.indices[0])
         return form
@@ -219,9 +221,8 @@ class ExactMaker(RowsMaker[Exact]):
         size = form.head.vocab_size if form.head.padded_vocab_size else None
         return {"hidden": (LAST,), "hidden_codec": form.codec, "vocab_size": size}
 
-    def values(self, form: Exact, sample: StudentOutputs) -> Iterator[NDArray[np.float32]]:
-        assert sample.targets.last is not None  # they have been described
-        yield sample.targets.last
+    def values(self, form: Exact, sample: BatchOutputs) -> Iterator[NDArray[np.float32]]:
+        yield sample.targets.arrays[LAST_ROLE]
 
 
 def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence[Any]]:
@@ -251,7 +252,7 @@ def _rows_of(work: TeacherRun) -> str:
     return "decoder" if work.graph.has_decoder_rows else "positions"
 
 
-def check_states(work: TeacherRun, outputs: StudentOutputs, what: str, rows: NDArray[Any]) -> None:
+def check_states(work: TeacherRun, outputs: BatchOutputs, what: str, rows: NDArray[Any]) -> None:
     """Refuse an output that lacks a row for each position: ``graph-unsupported``."""
     got = f"{rows.ndim} axes: ask for others"
     need(rows.ndim == 3, "graph-unsupported", what, "be (samples, positions, width)", got, spec_id="CACHE-160")
