@@ -357,8 +357,10 @@ def summarise(runs: Runs) -> dict[str, Any]:
         for place, one in enumerate(sorted((one[kind] for one in found["compare"].values()), key=lambda x: x["p"])):
             least = one["holm"] = max(least, min(1.0, (size - place) * one["p"]))
     for name, one in found["fresh"].items():
-        first = found["compare"][name]["equal steps"]
-        one["agrees"] = abs(one["equal steps"]["mean"] - first["mean"]) <= 1.4 * first["half"]
+        first = found["compare"][name]
+        one["agrees"] = all(
+            abs(one[kind]["mean"] - first[kind]["mean"]) <= 1.4 * first[kind]["half"] for kind in KINDS
+        )
     lines = list(runs.record.found.values())
     return {
         **{f"{name}s": sorted({line[name] for line in lines}) for name in ("processor", "torch", "product")},

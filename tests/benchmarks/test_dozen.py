@@ -119,7 +119,7 @@ def test_a_toy_comparison_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert toy["equal time"]["steps"] == [30, 45]
     assert toy["equal time"]["mean"] == pytest.approx(0.6)
     assert toy["equal steps"]["holm"] == pytest.approx(2 * toy["equal steps"]["p"])
-    assert result["fresh"]["toy"]["agrees"]
+    assert result["fresh"]["toy"]["agrees"] is True
     assert list(result["curves"]["toy"]) == ["30", "60", "120"]  # the first budget that no longer gains is the last
     assert result["scores"]["toy"]["teacher"] == 0.5
     before = list(made)
