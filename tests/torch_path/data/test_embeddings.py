@@ -117,7 +117,7 @@ def test_the_command_reads_the_folder(encoder: Path, tmp_path: Path) -> None:
     assert "width 32, pooling mean" in shd("ls", str(tmp_path / "cache"))
     assert len(vectors_of(tmp_path / "cache", encoder)) == len(TEXTS)
     words[words.index("--embeddings") + 1] = "mean,normalize"
-    assert "embeddings: 'mean' -> 'mean,normalize'" in shd(*words, code=1)
+    assert "embeddings.normalize: False -> True" in shd(*words, code=1)
     words[words.index("--embeddings") + 1] = "median"
     assert "--embeddings must be mean, cls, max, last" in shd(*words, code=1)
 
