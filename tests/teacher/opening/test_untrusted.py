@@ -285,7 +285,8 @@ try:
     precompute(
         f"{folder}/teacher.onnx",
         {"x": np.ones((2, length, 12), np.float32), "mask": np.ones((2, length), np.int64)},
-        [(f"{folder}/cache", PrecomputeOptions(form="none", logits="float16"))],
+        f"{folder}/cache",
+        PrecomputeOptions(form="none", logits="float16"),
     )
 except ShdError as error:
     # Not getrusage: its peak includes that of the process that started this one.
