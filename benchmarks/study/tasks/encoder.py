@@ -1,4 +1,4 @@
-"""A pretrained sentence encoder, judged by people: all-MiniLM-L6-v2 and students of half the layers, heads and width.
+"""A pretrained sentence encoder, judged by people: all-MiniLM-L6-v2 and students of half the layers and heads.
 
 Students learn without labels, from the teacher's similarities between the texts of a batch; they are judged by the
 rank correlation of cosines with human scores (SemEval STS of three years), on some pairs to choose by and on others
@@ -76,7 +76,7 @@ class Encoder:
     def course(self, arm: Arm, seed: int) -> Course:
         """One student; a seed draws random weights and the order of texts."""
         options = arm.options
-        sizes = {name: self.settings["student"][name] for name in ("heads", "layers", "hidden", "neurons")}
+        sizes = {name: self.settings["student"][name] for name in ("heads", "layers", "neurons")}
         student = start_student("squeezed", self.teacher, {"input_ids": self.ids[:64]}, lambda: None, **sizes)
         torch.manual_seed(seed)
         if options["start"] == "random":  # on the teacher's words
