@@ -47,6 +47,7 @@ class HeadWeights:
     key_bias: Array | None = None  # (H_kv, d)
     value_bias: Array | None = None  # (H_kv, d_v)
     output_bias: Array | None = None  # (D,)
+    scale: float | None = None  # logits are scale * q k^T; default d ** -0.5
 
     @property
     def num_heads(self) -> int:
@@ -68,7 +69,7 @@ class HeadWeights:
 
     @property
     def logit_scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 def join_heads(heads: Array) -> Array:
@@ -206,6 +207,7 @@ def mix_queries(weights: HeadWeights, merge: HeadMerge, query_size: Array | None
         query=np.einsum("ht,tdk->hdk", c, weights.query),
         query_bias=None if weights.query_bias is None else c @ weights.query_bias,
         output=np.einsum("ht,tvd->hvd", merge.members, weights.output),
+        scale=weights.logit_scale,
     )
 
 
@@ -249,6 +251,7 @@ def low_rank_heads(
     key_moment: Array,
     *,
     slow: Mask | None = None,
+    ridge: float = RIDGE,
 ) -> HeadWeights:
     """The nearest heads of a given length, by rank, under the inputs' second moment S (and S_k of the keys).
 
@@ -256,7 +259,7 @@ def low_rank_heads(
     the factors with the least ``sum_h || S^(1/2) (M_h - W_Q,h' W_K'^T) S_k^(1/2) ||^2``. With rotary positions each
     pair of entries is one complex number and gets rank one of ``w_Q w_K^H``, slow pairs together; without, S_k is
     centred, since the softmax ignores what is equal for all keys. Values alike: ``N_h = sum W_V,t W_O,t`` under S.
-    Whitening uses ``S + RIDGE * mean eigenvalue * I``.
+    Whitening uses ``S + ridge * mean eigenvalue * I``.
 
     Args:
         weights: of the teacher.
@@ -268,6 +271,7 @@ def low_rank_heads(
             what is the same for every key. Not used with rotary positions.
         slow: with rotary positions, one boolean a rotated pair (i, i + pairs): whether it barely turns over the
             lengths that occur.
+        ridge: see ``RIDGE``.
 
     Returns:
         Biases where the teacher has them: a key bias only with rotary positions, since it cancels without; the value
@@ -276,10 +280,10 @@ def low_rank_heads(
     c, width = merge.mixing, weights.query.shape[1]
     scaled = weights.logit_scale * head_dim**0.5 * c
     reads, per = weights.reads, c.shape[0] // num_kv_heads
-    root, inverse = moment_roots(moment, RIDGE)
+    root, inverse = moment_roots(moment, ridge)
     queries = root @ _with_bias(weights.query, weights.query_bias)
     values = (root @ _with_bias(weights.value, weights.value_bias if weights.output_bias is None else None))[reads]
-    key_root, key_inverse = (root, inverse) if slow is not None else moment_roots(key_moment, RIDGE)
+    key_root, key_inverse = (root, inverse) if slow is not None else moment_roots(key_moment, ridge)
     keys = (key_root @ (weights.key if slow is None else _with_bias(weights.key, weights.key_bias)))[reads]
     outputs = weights.output.swapaxes(1, 2)
     query, key = np.zeros((c.shape[0], width + 1, head_dim)), np.zeros((num_kv_heads, len(key_root), head_dim))
