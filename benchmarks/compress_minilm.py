@@ -111,7 +111,7 @@ def compare_quick(home: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     for seed in range(arguments.quick):
         out = f"quick{seed}"
         extent = ["--quick", "--kept-layers", "--seed", str(seed)]
-        spent = {"minutes": 0.0} if (home / out).exists() else compress(home, arguments, out, extent)
+        spent = {} if (home / out).exists() else compress(home, arguments, out, extent)
         result = judge(home, arguments.judge, out)
         show(result["models"])
         trained = {}

@@ -1,6 +1,6 @@
 """``python -m benchmarks.dozen``: the twelve comparisons of ``dozen.toml``, which says how they are made.
 
-Each finished run is a line of ``dozen.jsonl``; a killed run is lost alone, and the command goes on where it stopped.
+Each finished run is a line of ``dozen.jsonl``: a kill loses the current run, and the same command resumes.
 A run counts as made while its setting, its data and the benchmarks' code are the same. ``--report`` only reads the
 lines again. Either way ``dozen.json`` then holds the comparisons. Seconds are processor time of one thread.
 """
@@ -127,36 +127,39 @@ class Runs:
         task = self.protocol.tasks[name]
         key = json.dumps([task["kind"], task["settings"]], sort_keys=True)
         if key not in self.loaded:
-            made = load_task(task["kind"])(self.work / task["kind"], task["settings"], "cpu")
-            values = (value for held in vars(made).values() for value in (held if isinstance(held, list) else [held]))
+            loaded = load_task(task["kind"])(self.work / task["kind"], task["settings"], "cpu")
+            members = vars(loaded).values()
+            values = (value for member in members for value in (member if isinstance(member, list) else [member]))
             data = fingerprint(*(value for value in values if isinstance(value, Tensor | nn.Module)))
-            self.loaded[key] = made, f"{data} {hash_code('benchmark_code', task['kind'])}"
+            self.loaded[key] = loaded, f"{data} {hash_code('benchmark_code', task['kind'])}"
         return self.loaded[key]
 
-    def find(self, side: Side, own: Mapping[str, Any], seed: int, make: Callable[[Arm], Mapping[str, Any]]) -> Any:
-        """The line of an arm with these options of its own; made where it is missing or of another origin."""
+    def find(
+        self, side: Side, changes: Mapping[str, Any], seed: int, make: Callable[[Arm], Mapping[str, Any]]
+    ) -> Any:
+        """The line of an arm with these options; it is run where it is missing or of another origin."""
         page, arm = self.protocol.tasks[side.task], self.protocol.page["arms"][side.arm]
         options = DEFAULTS | page.get("options", {}) | {name: page[name] for name in ("start", "batch")}
-        wanted = Arm(side.task, side.arm, options | {"method": arm["method"]} | own, page["settings"])
-        line = self.record.found.get(wanted.key(seed))
+        run = Arm(side.task, side.arm, options | {"method": arm["method"]} | changes, page["settings"])
+        line = self.record.found.get(run.key(seed))
         if self.mode == "report" and line is None:
             raise NotRunError
         if line is not None and (self.mode != "run" or self._is_current(line["origin"], side.task)):
             return line
         if self.mode == "count":
-            self.missing[wanted.key(seed)] = side, own.get("steps", 0)
+            self.missing[run.key(seed)] = side, changes.get("steps", 0)
             return {"valid": 0.0, "test": 0.0, "start": "", "data": "", "curve": {}, "pace": 1.3, "scores": {}}
         if self.end is not None and time.monotonic() >= self.end:
             raise OutOfTimeError
         started, origin = time.process_time(), self.load(side.task)[1]
-        made = make(wanted)
+        result = make(run)
         versions = {"torch": torch.__version__, "product": hash_code("rival_code", "")}
         fields = {"arm": side.arm, "origin": origin, "processor": name_processor("cpu"), **versions}
-        self.record.add(wanted, seed, {**made, **fields, "seconds": time.process_time() - started})
-        shown = [f"{name} {value}" for name, value in own.items()]
-        shown += [f"{name} {made[name]:.4f}" for name in ("valid", "test", "pace") if name in made]
+        self.record.add(run, seed, {**result, **fields, "seconds": time.process_time() - started})
+        shown = [f"{name} {value}" for name, value in changes.items()]
+        shown += [f"{name} {result[name]:.4f}" for name in ("valid", "test", "pace") if name in result]
         print(f"{side.task}, {side.arm}, seed {seed}: {', '.join(shown)}; {self.say_left()}", flush=True)
-        return self.record.found[wanted.key(seed)]
+        return self.record.found[run.key(seed)]
 
     def _is_current(self, origin: str, task: str) -> bool:
         now = self.load(task)[1]
@@ -174,8 +177,8 @@ class Runs:
             result = train(course, seed=seed, taught=taught, marks=marks, **fields)
             return {**result, **{name: result[f"{name}_{page['measure']}"] for name in ("valid", "test")}}
 
-        own = dict([setting.kd]) | {"rate": setting.rate, "beta": setting.weight, "steps": steps, "taught": taught}
-        return self.find(side, own, seed, make)
+        changes = {"rate": setting.rate, "beta": setting.weight, "steps": steps, "taught": taught}
+        return self.find(side, dict([setting.kd]) | changes, seed, make)
 
     def pace(self, side: Side, setting: Setting) -> float:
         """Processor seconds of an arm's step over those of a step of KD alone, by turns."""
@@ -183,11 +186,11 @@ class Runs:
         if arm["method"] == ALONE:
             return 1.0
 
-        def make(wanted: Arm) -> Mapping[str, Any]:
+        def make(timed: Arm) -> Mapping[str, Any]:
             task, batch = self.load(side.task)[0], self.protocol.tasks[side.task]["batch"]
             fields = {setting.kd[0]: setting.kd[1], "beta": setting.weight}
-            arms = [replace(wanted, options=wanted.options | fields | {"method": m}) for m in (ALONE, arm["method"])]
-            courses = [replace(task.course(each, 0), evaluate=lambda _: {}) for each in arms]
+            arms = [replace(timed, options=timed.options | fields | {"method": m}) for m in (ALONE, arm["method"])]
+            courses = [replace(task.course(arm_of_two, 0), evaluate=lambda _: {}) for arm_of_two in arms]
             turns = [
                 [train(course, **sizes, rate=setting.rate, batch=batch, seed=0)["step_seconds"] for course in courses]
                 for sizes in [{"beta": setting.weight, "steps": PACE_STEPS}] * PACE_TURNS
@@ -208,7 +211,7 @@ class Runs:
         groups: dict[float, list[Setting]] = {}
         for setting in self.protocol.tries(side):
             groups.setdefault(setting.group, []).append(setting)
-        finalists = [best(own, steps // 3, page["first_seed"]) for own in groups.values()]
+        finalists = [best(group, steps // 3, page["first_seed"]) for group in groups.values()]
         return best(finalists, steps, page["final_seed"])
 
     def say_left(self) -> str:
@@ -225,8 +228,8 @@ class Runs:
         usual = sum(seconds.values()) / sum(steps.values()) if lines else 0.04
         rates = {side: seconds[side] / steps[side] for side in steps}
         left = sum(number * rates.get(side, usual) for side, number in count.missing.values()) / 60
-        wall, own = time.perf_counter() - self.started[0], time.process_time() - self.started[1]
-        return f"{left:.0f} processor minutes left, {left * wall / own:.0f} by the clock at this share of a core"
+        wall, cpu = time.perf_counter() - self.started[0], time.process_time() - self.started[1]
+        return f"{left:.0f} processor minutes left, {left * wall / cpu:.0f} by the clock at this share of a core"
 
 
 def compare(runs: Runs, name: str, seeds: Sequence[int]) -> dict[str, Any]:
@@ -237,8 +240,8 @@ def compare(runs: Runs, name: str, seeds: Sequence[int]) -> dict[str, Any]:
     paces = [runs.pace(side, setting) for side, setting in zip(sides, settings, strict=True)]
     ratio = paces[0] / paces[1]
     longer = [1.0, 1.0] if abs(math.log(ratio)) <= math.log(1.02) else [max(1.0, 1 / ratio), max(1.0, ratio)]
-    found: dict[str, Any] = {"pace": ratio, "settings": [asdict(setting) for setting in settings]}
-    found |= {"question": comparison["question"], "measure": measure, "task": comparison["task"]}
+    report: dict[str, Any] = {"pace": ratio, "settings": [asdict(setting) for setting in settings]}
+    report |= {"question": comparison["question"], "measure": measure, "task": comparison["task"]}
     for kind, more in zip(KINDS, ([1.0, 1.0], longer), strict=True):
         steps = [round(task["steps"] * times) for times in more]
         # One side after the other, as what the teacher says is kept for one method at a time.
@@ -254,16 +257,16 @@ def compare(runs: Runs, name: str, seeds: Sequence[int]) -> dict[str, Any]:
         gains = [protocol.signed(comparison["task"], a["test"] - b["test"]) for a, b in pairs]
         before = [run["curve"]["0"][f"test_{measure}"] for run in second if "0" in run["curve"]]
         figures = {"arm": [run["test"] for run in first], "baseline": [run["test"] for run in second]}
-        found[kind] = {"steps": steps, **figures, "start": before, "gains": gains}
+        report[kind] = {"steps": steps, **figures, "start": before, "gains": gains}
     if "minus" in comparison:
         other = compare(runs, comparison["minus"], seeds)
         for kind in KINDS:
-            found[kind]["own gains"] = own = found[kind]["gains"]
-            found[kind]["gains"] = [a - b for a, b in zip(own, other[kind]["gains"], strict=True)]
+            report[kind]["own gains"] = gains = report[kind]["gains"]
+            report[kind]["gains"] = [a - b for a, b in zip(gains, other[kind]["gains"], strict=True)]
     for kind in KINDS:
-        gains = found[kind]["gains"]
-        found[kind] |= {"mean": statistics.fmean(gains), "half": half_interval(gains), "p": p_value(gains)}
-    return found
+        gains = report[kind]["gains"]
+        report[kind] |= {"mean": statistics.fmean(gains), "half": half_interval(gains), "p": p_value(gains)}
+    return report
 
 
 def grow(runs: Runs, name: str) -> dict[str, list[float]]:
@@ -273,7 +276,7 @@ def grow(runs: Runs, name: str) -> dict[str, list[float]]:
     curve: dict[str, list[float]] = {}
     for times in (1, *runs.protocol.page["growth"]):
         curve[str(times * steps)] = [runs.run(side, setting, times * steps, seed)["test"] for seed in (0, 1)]
-        values = [runs.protocol.signed(side.task, statistics.fmean(own)) for own in curve.values()]
+        values = [runs.protocol.signed(side.task, statistics.fmean(figures)) for figures in curve.values()]
         if values[-1] < max(values):
             break
     return curve
@@ -282,16 +285,16 @@ def grow(runs: Runs, name: str) -> dict[str, list[float]]:
 def try_betas(runs: Runs, name: str) -> dict[str, dict[str, list[float]]]:
     """SHD's gain over KD by beta, at the chosen KD weight and rate of both, and its share of the first gradient."""
     arm, baseline = runs.protocol.sides(name)
-    own, alone, steps = runs.tune(arm), runs.tune(baseline), runs.protocol.tasks[arm.task]["steps"]
-    found: dict[str, dict[str, list[float]]] = {}
+    with_term, alone, steps = runs.tune(arm), runs.tune(baseline), runs.protocol.tasks[arm.task]["steps"]
+    rows: dict[str, dict[str, list[float]]] = {}
     for beta in runs.protocol.page["betas"]:
         for seed in runs.protocol.page["seeds"][:3]:
-            pair = runs.run(arm, replace(own, weight=beta), steps, seed), runs.run(baseline, alone, steps, seed)
+            pair = runs.run(arm, replace(with_term, weight=beta), steps, seed), runs.run(baseline, alone, steps, seed)
             gain = runs.protocol.signed(arm.task, pair[0]["test"] - pair[1]["test"])
-            own_gains = found.setdefault(f"{beta:g}", {"gains": [], "shares": []})
-            own_gains["gains"].append(gain)
-            own_gains["shares"].append(pair[0].get("gradient_share", {}).get("first"))
-    return found
+            row = rows.setdefault(f"{beta:g}", {"gains": [], "shares": []})
+            row["gains"].append(gain)
+            row["shares"].append(pair[0].get("gradient_share", {}).get("first"))
+    return rows
 
 
 def score(runs: Runs, name: str) -> dict[str, float]:
@@ -348,16 +351,16 @@ def work(runs: Runs) -> Iterator[tuple[str, str, Any]]:
 
 def summarise(runs: Runs) -> dict[str, Any]:
     """All that the lines hold."""
-    found: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+    groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for group, name, figures in work(Runs(runs.protocol, runs.record, runs.work, "report")):
-        found[group][name] = figures
+        groups[group][name] = figures
     size = len(runs.protocol.comparisons)  # those that were not run count as P = 1
     for kind in KINDS:
         least = 0.0
-        for place, one in enumerate(sorted((one[kind] for one in found["compare"].values()), key=lambda x: x["p"])):
+        for place, one in enumerate(sorted((one[kind] for one in groups["compare"].values()), key=lambda x: x["p"])):
             least = one["holm"] = max(least, min(1.0, (size - place) * one["p"]))
-    for name, one in found["fresh"].items():
-        first = found["compare"][name]
+    for name, one in groups["fresh"].items():
+        first = groups["compare"][name]
         one["agrees"] = all(
             abs(one[kind]["mean"] - first[kind]["mean"]) <= 1.4 * first[kind]["half"] for kind in KINDS
         )
@@ -366,9 +369,9 @@ def summarise(runs: Runs) -> dict[str, Any]:
         **{f"{name}s": sorted({line[name] for line in lines}) for name in ("processor", "torch", "product")},
         "minutes": sum(line["seconds"] for line in lines) / 60,
         "runs": sum("steps" in line["options"] for line in lines),
-        "not run": [name for name in runs.protocol.comparisons if name not in found["compare"]],
+        "not run": [name for name in runs.protocol.comparisons if name not in groups["compare"]],
         "questions": {name: one["question"] for name, one in runs.protocol.comparisons.items()},
-        **found,
+        **groups,
     }
 
 
@@ -398,7 +401,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{group} {name}: done", flush=True)
             write()
     except OutOfTimeError:
-        print("the time is over; the same command goes on")
+        print("the time is over; the same command resumes")
     result = write()
     if options.picture:
         draw_dozen(result["compare"], options.picture)

@@ -7,7 +7,7 @@ steps of KD (KL to the teacher's logits), alone and with SHD's KL on the attenti
 steps, rate and batches.
 
 Then bytes of the cache of keys and values, and processor time of a token in transformers, of larger Llamas with
-random weights: ``--times``. Writes ``grouped_queries.json`` next to this file, run by run; a stopped run goes on.
+random weights: ``--times``. Writes ``grouped_queries.json`` next to this file, run by run; a stopped run resumes.
 python -m benchmarks.grouped_queries [--seeds 6] [--steps 200] [--times]
 """
 

@@ -44,7 +44,7 @@ class BetaSchedule:
         warmup: share of the training for the warm-up from 0, in [0, 1).
         end: beta at the end of a linear or cosine decay, at least 0.
         until: share of the training in which the term is used, in (0, 1]; the rest trains at the cost of a loss
-            without it. The decay ends there. The first half alone is as good as all of it (docs/study.md).
+            without it. The decay ends there. From random weights the first half alone was better (docs/study.md).
 
     Raises:
         ShdError: ``argument-value`` naming what is out of range or no number.
