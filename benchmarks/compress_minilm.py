@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from scipy import stats
 
 from benchmarks.int8_quality import CALIBRATION, make_models
+from benchmarks.study.analysis import paired_gain
 from benchmarks.texts import (
     HELD,
     LENGTH,
@@ -123,18 +123,11 @@ def compare_quick(home: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             trained[arm] = design | model | {"held_out": held_out["value"], **held_out["details"]}
         rows.append({"seed": seed, **spent, **trained})
     gains = {
-        name: paired([of(row["kept"]) for row in rows], [of(row["student"]) for row in rows])
+        name: paired_gain([of(row["kept"]) for row in rows], [of(row["student"]) for row in rows])
         for name, of in MEASURES.items()
     }
     print(json.dumps(gains, indent=1))
     return {"faster": arguments.faster, "seeds": rows, "gains": gains}
-
-
-def paired(first: list[float], second: list[float]) -> dict[str, float]:
-    """The second's mean gain, with half the width of its 95% interval."""
-    gains = np.subtract(second, first)
-    half = stats.t.ppf(0.975, len(gains) - 1) * gains.std(ddof=1) / len(gains) ** 0.5
-    return {"gain": float(gains.mean()), "half": float(half)}
 
 
 MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {

@@ -31,11 +31,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import stats
 from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import Dinov2Config, Dinov2ForImageClassification, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.study.analysis import paired_gain
 from benchmarks.study.digits import load_small_digits
 from shd_ref import span_groups
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
@@ -228,8 +228,8 @@ def precompute_both(task: Task, folder: Path) -> None:
     task.stored = {}
     plain = {name: array for name, array in task.pool.items() if name != "token_groups"}
     for name, pool, groups in (("whole", plain, None), ("pooled", task.pool, task.groups)):
-        asked = replace(options, groups=groups)
-        precompute(folder / "teacher.onnx", pool, folder / name, asked, RunOptions(num_threads=1))
+        form = replace(options, groups=groups)
+        precompute(folder / "teacher.onnx", pool, folder / name, form, RunOptions(num_threads=1))
         task.stored[name] = sum(p.stat().st_size for p in (folder / name).rglob("*.safetensors")) / POOL
     rows = [{name: torch.from_numpy(array[at]) for name, array in task.pool.items()} for at in range(POOL)]
     task.joined = SupervisedDataset(rows, folder / "pooled", preload=True)
@@ -273,13 +273,6 @@ def choose(task: Task, settings: list[Setting], seconds: float) -> tuple[Setting
     return min(means, key=lambda setting: means[setting]), runs
 
 
-def paired(first: list[float], second: list[float]) -> dict[str, float]:
-    """What the second gains in the mean, with half the width of its 95% interval."""
-    gains = [b - a for a, b in zip(first, second, strict=True)]
-    half = float(stats.t.ppf(0.975, len(gains) - 1)) * statistics.stdev(gains) / len(gains) ** 0.5
-    return {"gain": statistics.fmean(gains), "half": half}
-
-
 def compare(task: Task, seconds: float) -> dict[str, Any]:
     """Both arms, tuned, on six seeds."""
     with tempfile.TemporaryDirectory() as folder:
@@ -291,7 +284,7 @@ def compare(task: Task, seconds: float) -> dict[str, Any]:
             for name, setting in (("base", alone), ("base_shd", both))
         }
     teacher = task.measure_teacher()
-    of = {name: {part: [run["test"][part] for run in arm] for part in teacher} for name, arm in runs.items()}
+    tests = {name: {part: [run["test"][part] for run in arm] for part in teacher} for name, arm in runs.items()}
     return {
         "seconds": seconds,
         "teacher": teacher,
@@ -300,8 +293,8 @@ def compare(task: Task, seconds: float) -> dict[str, Any]:
         "tried": [*tried, *more],
         "runs": runs,
         "steps": {name: statistics.fmean(run["steps"] for run in arm) for name, arm in runs.items()},
-        "means": {name: {part: statistics.fmean(v) for part, v in arm.items()} for name, arm in of.items()},
-        **{part: paired(of["base"][part], of["base_shd"][part]) for part in teacher},
+        "means": {name: {part: statistics.fmean(v) for part, v in arm.items()} for name, arm in tests.items()},
+        **{part: paired_gain(tests["base"][part], tests["base_shd"][part]) for part in teacher},
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -305,6 +306,12 @@ def half_interval(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.nan
     return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def paired_gain(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
+    """The second's mean ``gain`` over the first, seed by seed, with ``half`` of its 95% interval."""
+    gains = [b - a for a, b in zip(first, second, strict=True)]
+    return {"gain": statistics.fmean(gains), "half": half_interval(gains)}
 
 
 def p_value(values: Sequence[float]) -> float:
