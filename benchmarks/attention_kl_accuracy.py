@@ -20,19 +20,17 @@ eager's error and that of products in bfloat16 in dq lie above the design notes'
 neither is a default. float16 has a floor that rises as gradients fall below its normal range: a gradient scaler's
 factor, which meets these gradients in float32, lifts them out of there.
 
-Prints a table and writes ``attention_kl_accuracy.json`` beside this file.
+Prints a table and writes ``results/attention_kl_accuracy.json``.
 
-    python benchmarks/attention_kl_accuracy.py [--length 256] [--seeds 3]
+    python -m benchmarks.attention_kl_accuracy [--length 256] [--seeds 3]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import platform
 import statistics
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +38,11 @@ import torch
 from torch import Tensor
 
 import shd_ref
+from benchmarks import result_path, save
 from shd_torch import attention_kl
 from shd_torch.supervision import Factored
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 DIVERGENCES = (3.0, 0.03, 0.001)  # nats a row
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 HEADS_SEEN = ("even", "first")
@@ -181,7 +180,7 @@ def main() -> None:
                     got > wanted for got, wanted in zip(row["errors"][way], table[divergence], strict=True)
                 ):
                     print(f"{'':20}{way}: above the notes' {table[divergence][0]:g}/{table[divergence][1]:g}")
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

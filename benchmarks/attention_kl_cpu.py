@@ -8,17 +8,14 @@ busy machine hits them alike; figures are medians of the rounds' ratios. "eager"
 Memory is what one loss with its gradients adds to a fresh process at its peak, for one layer of two heads: taught by
 the teacher's queries and keys, or by a cache's codes, which are there already (one byte for each of L (L + 1) / 2
 entries a head; they alone grow with the square of the length).
-Prints tables and writes ``attention_kl_cpu.json`` beside this file.
+Prints tables and writes ``results/attention_kl_cpu.json``.
 
-    python benchmarks/attention_kl_cpu.py [--rounds 7] [--threads 1] [--no-compile]
+    python -m benchmarks.attention_kl_cpu [--rounds 7] [--threads 1] [--no-compile]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -32,11 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import machine, result_path, save
 from shd_ref.cache import encode, pack
 from shd_torch import attention_kl, capture_attention
 from shd_torch.supervision import Coded, Factored, Supervision
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 LAYERS, HEADS, WIDTH, VOCABULARY = 4, 6, 64, 1000
 TEACHER_HEADS = 12  # two of them merged into each of the student's
 LENGTHS = (512, 2048)
@@ -214,22 +212,11 @@ def measure_memory(threads: int) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for way in ("dense", "sdpa", "codes dense", "codes sdpa", "eager"):
         for length in EAGER_MEMORY_LENGTHS if way == "eager" else MEMORY_LENGTHS:
-            command = [sys.executable, __file__, "--threads", str(threads), "--memory", way, str(length)]
+            words = ["--threads", str(threads), "--memory", way, str(length)]
+            command = [sys.executable, "-m", "benchmarks.attention_kl_cpu", *words]
             answer = subprocess.run(command, check=True, capture_output=True, text=True)
             found.setdefault(way, {})[str(length)] = float(answer.stdout)
     return found
-
-
-def machine(threads: int) -> dict[str, str | int]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count() or 0,
-        "threads": threads,
-        "torch": torch.__version__,
-    }
 
 
 def main() -> None:
@@ -258,7 +245,7 @@ def main() -> None:
     print(f"\n{'MB at the peak':16}" + "".join(f"{f'L={length}':>10}" for length in MEMORY_LENGTHS))
     for way, by_length in report["memory_megabytes"].items():
         print(f"{way:16}" + "".join(f"{by_length.get(str(length), float('nan')):10.1f}" for length in MEMORY_LENGTHS))
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

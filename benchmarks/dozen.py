@@ -1,6 +1,6 @@
 """``python -m benchmarks.dozen``: the twelve comparisons of ``dozen.toml``, which says how they are made.
 
-Each finished run is a line of ``dozen.jsonl``: a kill loses the current run, and the same command resumes.
+Each finished run is a line of ``results/dozen.jsonl``: a kill loses the current run, and the same command resumes.
 A run counts as made while its setting, its data and the benchmarks' code are the same. ``--report`` only reads the
 lines again. Either way ``dozen.json`` then holds the comparisons. Seconds are processor time of one thread.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import HERE, RESULTS, save
 from benchmarks.study.analysis import half_interval, p_value
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError, fit_linear
@@ -32,7 +33,6 @@ from benchmarks.study.runs import Record
 from benchmarks.study.tasks import load_task
 from benchmarks.study.training import train
 
-HERE = Path(__file__).parent
 KINDS = ("equal steps", "equal time")
 GROUPS = ("compare", "fresh", "curves", "betas", "scores")
 DEFAULTS = {"plan": "progressive", "alpha_per": "map", "temperature": 1.0}
@@ -382,7 +382,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--any-code", action="store_true", help="keep runs of other versions of the code that trains")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--protocol", type=Path, default=HERE / "dozen.toml")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of dozen.jsonl and dozen.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of dozen.jsonl and dozen.json")
     parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
     parser.add_argument("--picture", type=Path, help="draw the gains there, such as docs/study/dozen.png")
     options = parser.parse_args(arguments)
@@ -393,7 +393,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     def write() -> dict[str, Any]:
         result = summarise(runs)
-        (options.out / "dozen.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save(result, options.out / "dozen.json")
         return result
 
     try:

@@ -11,10 +11,10 @@ the cache with those of the live teacher. ``made`` is the same at the larger voc
 without attention that sees the context through noise and has the made head. ``as many bytes`` are whole logits of as
 many tokens as fit the bytes that exact targets in float16 take of all.
 
-Prints tables and writes ``exact_targets.json`` here after each way. Ways that are there stay as they are, so that a
-run may be stopped and go on; ``--again`` forgets those of its parts.
+Prints tables and writes ``results/exact_targets.json`` after each way. A stopped run resumes; ``--again`` forgets the
+ways of its parts.
 
-    python benchmarks/exact_targets.py [--parts gradient training made] [--made 32000 151936] [--again]
+    python -m benchmarks.exact_targets [--parts gradient training made] [--made 32000 151936] [--again]
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import json
 import math
 import platform
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -34,8 +33,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
 from torch import Tensor
 
+from benchmarks import STORIES, result_path, save
 from shd_ref.cache.codecs.codecs import to_int8
 from shd_ref.cache.codecs.logits import RowCode
 from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
@@ -43,11 +44,7 @@ from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import ExactTargets, SupervisedDataset, TeacherHead, export_teacher, kd_loss, linear_kd_loss
 from shd_torch.kd import kd_targets_topk
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
-
-RESULT: Final = Path(__file__).with_suffix(".json")
-STORIES: Final = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+RESULT: Final = result_path(__file__)
 SIZES: Final = (512, 32000, 151936)
 RANKS: Final = (8, 16, 32, 48)
 TOPS: Final = (8, 16, 32, 64, 128)
@@ -290,7 +287,7 @@ def main() -> None:
 
     def write(section: str, rows: list[dict[str, Any]], size: int) -> None:
         report.setdefault(section, {})[str(size)] = rows
-        RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save(report, RESULT)
 
     if "gradient" in parts:
         for size in SIZES:

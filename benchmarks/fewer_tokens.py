@@ -11,7 +11,7 @@ teacher only its maps fit, so the base loss is cross entropy, judged in nats a t
 
 Students start from random weights. Both arms have the same processor seconds, and choose among four settings on
 validation data with other seeds: the base loss its rate, base + SHD its beta at that rate. Then six fresh seeds,
-paired. Writes ``fewer_tokens.json`` next to this file, a task each.
+paired. Writes ``results/fewer_tokens.json``, a task each.
     python -m benchmarks.fewer_tokens [images] [stories] [--seconds 12]
 """
 
@@ -21,7 +21,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -35,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import Dinov2Config, Dinov2ForImageClassification, LlamaConfig, LlamaForCausalLM
 
+from benchmarks import STORIES, result_path, save
 from benchmarks.study.analysis import paired_gain
 from benchmarks.study.digits import load_small_digits
 from shd_ref import span_groups
@@ -42,8 +42,7 @@ from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import SupervisedDataset, capture_attention, export_teacher, kd_loss, layer_kls
 
-RESULT = Path(__file__).with_suffix(".json")
-SOURCE = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+RESULT = result_path(__file__)
 POOL, VALID = 1000, 297
 SINGLE, PAIRED = 86, 12 + 12
 LENGTH, MOST = 64, 96  # tokens of the teacher and, padded, of the student
@@ -147,11 +146,10 @@ class Stories:
     joined: SupervisedDataset
 
     def __init__(self) -> None:
-        sys.path.append(str(Path(__file__).parents[1] / "tests"))
         from support.shrink.stories import load_llama  # the teacher's conversion, which tests use too
 
-        tokens = np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64)
-        self.teacher = load_llama(SOURCE / "stories260K.bin").eval()
+        tokens = np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64)
+        self.teacher = load_llama(STORIES / "stories260K.bin").eval()
         order = np.bincount(tokens.ravel(), minlength=512).argsort()[::-1][: np.unique(tokens).size]
         marks = PAIRED // 2
         self.spelled: dict[int, tuple[int, ...]] = {int(token): (at,) for at, token in enumerate(order[:SINGLE])}
@@ -310,7 +308,7 @@ def main() -> None:
         figures = compare({"images": Images, "stories": Stories}[name](), options.seconds)
         about = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
         result[name] = about | figures
-        RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save(result, RESULT)
         brief = {part: value for part, value in figures.items() if part not in ("tried", "runs")}
         print(json.dumps({name: brief}), flush=True)
 

@@ -22,7 +22,7 @@ import numpy as np
 from scipy import stats
 
 BENCHMARKS = Path(__file__).resolve().parent
-ROOT = BENCHMARKS.parent
+ROOT, RESULTS = BENCHMARKS.parent, BENCHMARKS / "results"
 FIGURE = re.compile("\x01([^\x02]*)\x02")  # what came from JSON, in a rendered line
 
 
@@ -41,7 +41,7 @@ def pm(values: Sequence[float], digits: int, sign: bool = False) -> str:
 
 @functools.cache
 def load(name: str) -> Any:
-    text = (BENCHMARKS / name).read_text(encoding="utf-8")
+    text = (RESULTS / name).read_text(encoding="utf-8")
     if name.endswith(".csv"):
         return list(csv.DictReader(text.splitlines()))
     return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
@@ -54,7 +54,7 @@ def pick(entries: Iterable[Any], path: str, **where: Any) -> Any:
 
 
 def row(task: str, part: str, label: str) -> dict[str, str]:
-    (one,) = (row for row in load(f"study/results/{task}.csv") if (row["part"], row["label"]) == (part, label))
+    (one,) = (row for row in load(f"study/{task}.csv") if (row["part"], row["label"]) == (part, label))
     return one
 
 
@@ -78,7 +78,7 @@ def beta(row: dict[str, str]) -> str:
 
 def costs(task: str) -> Any:
     """Processor time of a step with SHD over one without, for all pairs of the same part, start and base loss."""
-    rows = load(f"study/results/{task}.csv")
+    rows = load(f"study/{task}.csv")
     kinds = [(row["part"], *re.findall(r"\b(?:start|base)=[^,]+", row["options"])) for row in rows]
     plain = {kind: row for kind, row in zip(kinds, rows, strict=True) if row["method"] == "base"}
     pairs = [(row, plain.get(kind)) for kind, row in zip(kinds, rows, strict=True) if row["method"] == "shd"]
@@ -87,14 +87,14 @@ def costs(task: str) -> Any:
 
 def trials(task: str, parts: Sequence[str], suffix: str = "") -> list[dict[str, str]]:
     """SHD's rows of these parts by beta; of the first, those whose label ends so."""
-    own = [row for row in load(f"study/results/{task}.csv") if row["part"] in parts and row["method"] == "shd"]
+    own = [row for row in load(f"study/{task}.csv") if row["part"] in parts and row["method"] == "shd"]
     own = [row for row in own if row["label"].endswith(suffix) or row["part"] != parts[0]]
     return sorted(own, key=lambda row: float(row["beta"]))
 
 
 def losses(path: str, task: str, **options: Any) -> Any:
     """A figure of the runs with these options, by seed."""
-    runs = load("study/results/runs.jsonl")
+    runs = load("study/runs.jsonl")
     own = [run for run in runs if run["task"] == task and run["options"].items() >= options.items()]
     return np.array([pick(own, path, seed=seed)[-1] for seed in range(3)])
 
@@ -108,7 +108,7 @@ def rival(method: str) -> str:
     """Cells of a method at the weight that validation chose: over KD and over SHD, on digits and on stories."""
     cells = []
     for task, digits in (("images", 1), ("language", 3)):
-        own = pick(load(f"study/results/{task}.csv"), "label", part="rivals", method=method, is_chosen="True")
+        own = pick(load(f"study/{task}.csv"), "label", part="rivals", method=method, is_chosen="True")
         for column in ("gain", "over_shd"):
             known = len(own) and (method, column) != ("shd", "over_shd")
             cells.append(gain(task, "rivals", own[0], digits, column, sign=True) if known else "")

@@ -7,7 +7,7 @@ steps of KD (KL to the teacher's logits), alone and with SHD's KL on the attenti
 steps, rate and batches.
 
 Then bytes of the cache of keys and values, and processor time of a token in transformers, of larger Llamas with
-random weights: ``--times``. Writes ``grouped_queries.json`` next to this file, run by run; a stopped run resumes.
+random weights: ``--times``. Writes ``results/grouped_queries.json``, run by run; a stopped run resumes.
 python -m benchmarks.grouped_queries [--seeds 6] [--steps 200] [--times]
 """
 
@@ -18,7 +18,6 @@ import copy
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,18 +30,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
 from torch import Tensor
 
+from benchmarks import STORIES, result_path, save
 from benchmarks.shrink.rivals import RIVALS, shrink
 from shd_ref.shrink.heads import HeadMerge, HeadWeights
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink.layer import Squeezed
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
-
-RESULT = Path(__file__).with_suffix(".json")
-SOURCE = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+RESULT = result_path(__file__)
 KV_HEADS = (2, 1)
 BATCH, LENGTH, VALIDATION, CALIBRATION = 4, 64, 128, 64
 RATE = 1e-3
@@ -70,10 +67,10 @@ class Training:
     """What all runs share: windows of tokens, and the teacher."""
 
     def __init__(self) -> None:
-        tokens = torch.from_numpy(np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64))
+        tokens = torch.from_numpy(np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64))
         self.calibration, self.valid = tokens[:CALIBRATION], tokens[-VALIDATION:, :128]
         self.windows = tokens[:-VALIDATION].reshape(-1, LENGTH)
-        self.teacher = load_llama(SOURCE / "stories260K.bin").requires_grad_(requires_grad=False)
+        self.teacher = load_llama(STORIES / "stories260K.bin").requires_grad_(requires_grad=False)
 
     def start(self, name: str, kv_heads: int) -> Any:
         return shrink(self.teacher, {"input_ids": self.calibration}, kv_heads=kv_heads, **STARTS[name]).student
@@ -144,9 +141,7 @@ def repeat(report: dict[str, Any], part: str, name: str, make: Callable[[], Any]
         before = time.process_time()
         runs[name] = make()
         print(part, name, runs[name], f"{time.process_time() - before:.0f} s", flush=True)
-        draft = out.with_suffix(".part")
-        draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        draft.replace(out)  # a run that is killed leaves the last whole file
+        save(report, out)
     return runs[name]
 
 

@@ -3,15 +3,14 @@
 A layer of 16 teacher heads and a causal scorer of 4 heads with ReLU and weights, all of width 64, in float32. "maps"
 is the loss as one writes it, with the maps of all heads and automatic differentiation. Time is processor time of this
 process for the loss and its gradients, by turns; memory is what one loss with its gradients adds to a fresh process
-at its peak, above the inputs. Prints tables and writes ``indexer_kl_cpu.json`` here.
+at its peak, above the inputs. Prints tables and writes ``results/indexer_kl_cpu.json``.
 
-    python benchmarks/indexer_kl_cpu.py [--rounds 3] [--threads 1]
+    python -m benchmarks.indexer_kl_cpu [--rounds 3] [--threads 1]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -20,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_kl_cpu import machine, peak
 from torch import Tensor
 
+from benchmarks import machine, result_path, save
+from benchmarks.attention_kl_cpu import peak
 from shd_torch import indexer_kl
 from shd_torch.supervision import Factored
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 HEADS, SCORERS, WIDTH, TOP_K = 16, 4, 64, 512
 TIMED = (1024, 2048, 4096)
 MEMORY = {"dense": (2048, 4096, 8192), "top-k": (2048, 4096, 8192), "maps": (2048, 4096)}
@@ -112,11 +112,12 @@ def main() -> None:
     report["memory_megabytes"] = {}
     for way, lengths in MEMORY.items():
         for length in lengths:
-            command = [sys.executable, __file__, "--threads", str(arguments.threads), "--memory", way, str(length)]
+            words = ["--threads", str(arguments.threads), "--memory", way, str(length)]
+            command = [sys.executable, "-m", "benchmarks.indexer_kl_cpu", *words]
             megabytes = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             report["memory_megabytes"].setdefault(way, {})[str(length)] = megabytes
             print(f"{way:8} L={length:6} {megabytes:8.1f} MB", flush=True)
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

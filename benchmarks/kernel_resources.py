@@ -1,16 +1,15 @@
 """What do the kernels take of a device? Registers, spills and shared memory of every variant, cross-compiled.
 
 Needs Triton but no GPU. Shows which tiles fit; says nothing about time. Prints a table and writes
-``kernel_resources.json`` beside this file. Compiling all of them takes a quarter of an hour; what Triton has in its
+``results/kernel_resources.json``. Compiling all of them takes a quarter of an hour; what Triton has in its
 cache is not compiled again.
 
-    python benchmarks/kernel_resources.py [--capability 80 90] [--width 32 64 128 256] [--dtype bfloat16 float32]"""
+    python -m benchmarks.kernel_resources [--capability 80 90] [--width 32 64 128 256] [--dtype bfloat16 float32]"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import result_path, save
 from shd_torch.kernels.divergence import (
     DTYPES,
     MAX_FLOAT32_WIDTH,
@@ -216,7 +216,7 @@ def _read_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"\b(REG|STACK):(\d+)", report)}
 
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 
 
 def variants(width: int, dtype: torch.dtype) -> list[Variant]:
@@ -261,9 +261,7 @@ def main() -> None:
                     f"{taken.registers:6}{taken.spilled_bytes:9}{taken.shared_bytes / 1024:8.1f}",
                     flush=True,
                 )
-    RESULT.write_text(
-        json.dumps({"triton": triton.__version__, "programs": report}, indent=1) + "\n", encoding="utf-8"
-    )
+    save({"triton": triton.__version__, "programs": report}, RESULT)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@
 
 Each row is a separate process on one thread: its peak of resident memory in gigabytes, and processor seconds a step.
 
-Prints rows and writes ``long_training.json`` here.
+Prints rows and writes ``results/long_training.json``.
 
-    python benchmarks/long_training.py [--attention 8192 16384 32768] [--exact 8192 32768] [--live 2048 4096 8192]
+    python -m benchmarks.long_training [--attention 8192 16384 32768] [--exact 8192 32768] [--live 2048 4096 8192]
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from squeeze_overhead import machine
-from teacher_length import make_teacher
+from benchmarks import machine, result_path, save
+from benchmarks.teacher_length import make_teacher
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 CLASSES, STEPS = 151_936, 2
 RUN = """
 import json, sys, time
@@ -134,7 +134,7 @@ def main() -> None:
                 rows.setdefault(way, {})[str(length)] = row
                 print(f"{way:12}{length:6}  {row}", flush=True)
                 report = {"machine": machine(1), "classes": CLASSES, "steps": STEPS, "runs": rows}
-                RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                save(report, RESULT)
 
 
 def run(way: str, length: int, folder: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ float32 in the binding. 128 heads of 128 write to 7,168 channels, 1,024 heads of
 map. The Gram tensor of all heads, 8 H^4 bytes, is read by ``shd-torch shrink`` alone; its heads are 16 wide here.
 Every case runs in a process that may take 12 GB of addresses; peaks are above what its inputs took.
 
-Prints a table and writes ``many_heads.json`` next to this file. python -m benchmarks.many_heads
+Prints a table and writes ``results/many_heads.json``. python -m benchmarks.many_heads
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
-RESULT = Path(__file__).with_suffix(".json")
+from benchmarks import result_path, save
+
+RESULT = result_path(__file__)
 SHAPES = {32: (128, 4096), 128: (128, 7168), 1024: (64, 1024)}
 """By heads: width of a head, and of the stream."""
 TOKENS, LIMIT = 16, 12 * 10**9
@@ -100,7 +102,7 @@ def main() -> None:
             found = json.loads(lines[-1]) if done.returncode == 0 else {"refused": f"ended by {done.returncode}"}
             report["cases"].setdefault(str(heads), {})[case] = found
             print(heads, case, found, flush=True)
-    RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

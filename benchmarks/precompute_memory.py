@@ -8,9 +8,9 @@ time of a process that makes the checks, and of one that makes a whole cache, fo
 teacher of 2 layers and 8 heads, width 256. The rival is onnxruntime's plain pass of the same graph over the same
 samples. ``--before`` names a checkout of an older version to measure beside it.
 
-Prints tables and writes ``precompute_memory.json`` beside this file.
+Prints tables and writes ``results/precompute_memory.json``.
 
-    python benchmarks/precompute_memory.py [--samples 400] [--length 64] [--lengths 512 1024 2048] [--before FOLDER]
+    python -m benchmarks.precompute_memory [--samples 400] [--length 64] [--lengths 512 1024 2048] [--before FOLDER]
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import torch
 import transformers
-from squeeze_overhead import machine
 
+from benchmarks import machine, result_path, save
 from shd_torch import export_teacher
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 TARGET = 1.25  # peak over ten times the data
 WHOLE = """
 import sys
@@ -157,9 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     long = {"machine": machine(1), "runs": measure_long(arguments.lengths, arguments.before)}
     if arguments.long_only:
-        RESULT.write_text(
-            json.dumps(json.loads(RESULT.read_text()) | {"long": long}, indent=2) + "\n", encoding="utf-8"
-        )
+        save(json.loads(RESULT.read_text()) | {"long": long}, RESULT)
         return
     report: dict[str, Any] = {"long": long, "samples": arguments.samples, "length": arguments.length, "megabytes": {}}
     with tempfile.TemporaryDirectory() as name:
@@ -190,7 +188,7 @@ def main() -> None:
             print(f"{kind:22}{peaks[0]['private']:10.0f}{peaks[1]['private']:10.0f}{ratio:8.2f}")
     streamed = [row["ratio"] for kind, row in report["megabytes"].items() if kind != "loaded whole"]
     print(f"target {TARGET}: {'met' if max(streamed) <= TARGET else 'missed'}")
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ PyTorch runs in a child process, so that this one resembles ``shd precompute``: 
 writing the same bytes took up to five times as long. Prints a table and writes ``precompute_overhead.json`` beside
 this file.
 
-    python benchmarks/precompute_overhead.py [--rounds 5] [--threads 2]
+    python -m benchmarks.precompute_overhead [--rounds 5] [--threads 2]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -32,11 +31,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import machine, result_path, save
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.session import open_session
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 BATCHES = 96
 PER_SHARD = 48  # batches: a shard of 226 MB, as by default
 TARGETS = {6: 1.10, 4: 1.15}  # over plain: pairs, and two rounds of merges
@@ -47,7 +47,7 @@ PLAIN, EAGER = "plain forward", "eager, all maps in float16"
 @cache
 def torch_teacher() -> tuple[str, Any, int, int]:
     """Name, model, batch and length; only the process of PyTorch calls this."""
-    from squeeze_overhead import teachers
+    from benchmarks.squeeze_overhead import teachers
 
     name, given = next(iter(teachers().items()))
     return name, *given
@@ -57,7 +57,8 @@ def begin_torch(folder: Path, threads: int) -> tuple[str, int, int, dict[str, An
     """Export the teacher; its name, batch and length, and the machine."""
     import onnx
     import torch
-    from squeeze_overhead import export, machine
+
+    from benchmarks.squeeze_overhead import export
 
     torch.set_num_threads(threads)
     name, model, batch, length = torch_teacher()
@@ -209,7 +210,7 @@ def main() -> None:
         verdict = "met" if beyond <= START_TARGET else "missed"
         print(f"two plain batches {beyond:.2f} s (target {START_TARGET:.1f} s, {verdict})")
     report = {"teacher": name, "machine": machine, "rounds": arguments.rounds, "figures": figures}
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

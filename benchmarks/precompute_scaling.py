@@ -3,15 +3,14 @@
 Workers are processes of `--shards i/n` into one folder, or Ray actors, that each have one thread; figures are samples
 a second from the first batch on (start-up apart), relative to one worker of the same kind, in runs that take turns.
 Growth is the time of a sample relative to the smallest teacher of its row; the rival is a plain onnxruntime forward
-of the same graph. Prints tables and writes ``precompute_scaling.json`` beside this file.
+of the same graph. Prints tables and writes ``results/precompute_scaling.json``.
 
-    python benchmarks/precompute_scaling.py [--repeats 3] [--samples 128] [--ray]
+    python -m benchmarks.precompute_scaling [--repeats 3] [--samples 128] [--ray]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -26,12 +25,13 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from benchmarks import result_path, save
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import PrecomputeJob, precompute
 from shd_ref.teacher.session import open_session
 from shd_torch import export_teacher
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 BASE = {"length": 64, "heads": 4, "layers": 2}
 GROWTH = {"length": (64, 128, 256), "heads": (4, 8, 16), "layers": (2, 4, 8)}
 HEAD_WIDTH = 64
@@ -176,7 +176,7 @@ def main() -> None:
                 print(
                     f"{axis:8}{value:8}{1e3 * seconds:14.2f}{seconds / smallest:9.2f}{1e3 * plain:10.2f}{ratio:18.2f}"
                 )
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(result, RESULT)
 
 
 if __name__ == "__main__":

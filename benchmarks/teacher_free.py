@@ -10,16 +10,14 @@ with the mass of all others. What is measured:
 - seconds a step, of steps of both arms in turn, so that other work on the machine slows both,
 - bytes a token of the cache.
 
-Prints a table and writes ``teacher_free.json`` beside this file. python benchmarks/teacher_free.py [--steps 300]
+Prints a table and writes ``results/teacher_free.json``. python -m benchmarks.teacher_free [--steps 300]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,21 +27,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from support.binding.allocations import Live
+from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, StackDataset
 
+from benchmarks import STORIES, result_path, save
 from shd_ref.cache import CodecError, LogitsError
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher, SupervisedDataset, capture_attention, export_teacher, kd_loss, layer_kls
 from shd_torch.kd import kd_targets_topk
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.binding.allocations import Live
-from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
-
-RESULT = Path(__file__).with_suffix(".json")
-SOURCE = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+RESULT = result_path(__file__)
 NUM_LAYERS, HEADS = 3, 4
 VALIDATION = 64  # sequences
 
@@ -113,10 +109,10 @@ def prepare(
     folder: Path, arguments: argparse.Namespace
 ) -> tuple[Stories, dict[str, Any], Tensor, Path, dict[str, Any]]:
     """The teacher, windows of its samples, those that no student sees, and the cache with what it is made of."""
-    tokens = np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64)
+    tokens = np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64)
     windows = tokens.reshape(-1, arguments.length)
     train, valid = windows[: arguments.samples], torch.from_numpy(windows[-VALIDATION:])
-    teacher = load_stories(SOURCE / "stories260K.bin")
+    teacher = load_stories(STORIES / "stories260K.bin")
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
     graph = folder / "teacher.onnx"
@@ -226,7 +222,7 @@ def main() -> None:
     stored = prepared[-1]
     machine = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     result = {"settings": vars(arguments), "machine": machine, "stored": stored, "runs": runs}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(result, RESULT)
     print(", ".join(f"{name} {value:.4g}" for name, value in stored.items()))
     print("seed  KD diff  its gradient  SHD diff  its gradient  valid cache  live   step MB cache  live   time ratio")
     for run in runs:

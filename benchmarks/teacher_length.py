@@ -12,9 +12,9 @@ turn. ``seconds`` are of one more sample of a shard, its share of the writing in
 second sample and with it, imports left out: the checks before the first record, the shard's coding errors, and the
 opening of sessions. Whole maps are left out where they would not fit.
 
-Prints a table, and writes ``teacher_length.json`` here and ``docs/pictures/teacher_length.svg``.
+Prints a table, and writes ``results/teacher_length.json`` and ``docs/pictures/teacher_length.svg``.
 
-    python benchmarks/teacher_length.py [--lengths 1024 2048 4096 8192 16384] [--ways factored "PyTorch fused"]
+    python -m benchmarks.teacher_length [--lengths 1024 2048 4096 8192 16384] [--ways factored "PyTorch fused"]
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from squeeze_overhead import machine
+from benchmarks import machine, result_path, save
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "teacher_length.svg"
 THREADS = 1
 LONGEST = {"factored": 16384, "graph alone": 16384, "factored, window of 512": 16384, "PyTorch fused": 16384}
@@ -135,7 +135,7 @@ def main() -> None:
                     "turns": len(turns),
                 }
                 print(f"{way:24} {length:6} tokens  {row}", flush=True)
-            RESULT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            save(report, RESULT)
     draw(report)
 
 

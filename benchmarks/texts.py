@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
+from benchmarks import SHARED
 from shd_torch import compare_embeddings
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 HELD = 500
 LENGTH = 64
 YEARS = (2012, 2013, 2014, 2016)

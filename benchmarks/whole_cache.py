@@ -6,7 +6,7 @@ rest, and the hidden state that enters block 3 in int8, of a tenth of the sample
 killed with SIGKILL at several moments and resumed each time; its files are compared with those of the undisturbed
 run, byte by byte. Peaks are of private memory, sampled from outside.
 
-Prints a table and writes ``whole_cache.json`` beside this file. python benchmarks/whole_cache.py [--samples 10000]
+Prints a table and writes ``results/whole_cache.json``. python -m benchmarks.whole_cache [--samples 10000]
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.binding.stories import load_stories  # the teacher's architecture, which tests use too
 
+from benchmarks import STORIES, result_path, save
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.cache.audit import list_cache
 from shd_torch import export_teacher
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.binding.stories import load_stories  # the teacher's architecture, which tests use too
-
-RESULT = Path(__file__).with_suffix(".json")
-SOURCE = Path(__file__).parents[2] / "shared" / "data" / "stories260K"
+RESULT = result_path(__file__)
 SHORTEST, LONGEST = 8, 96
 TARGET = 1.25  # peak over ten times the data
 
 
 def write_samples(path: Path, count: int) -> int:
     """Windows of mixed lengths as JSON lines; how many tokens they have."""
-    tokens = np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64)
+    tokens = np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64)
     rng = np.random.default_rng(0)
     total = 0
     with path.open("w", encoding="utf-8") as file:
@@ -112,7 +110,7 @@ def main() -> None:
     report: dict[str, Any] = {"machine": platform.machine(), "samples": arguments.samples}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        teacher = load_stories(SOURCE / "stories260K.bin")
+        teacher = load_stories(STORIES / "stories260K.bin")
         export_teacher(teacher, {"input_ids": torch.ones(2, 16, dtype=torch.int64)}, folder / "teacher.onnx")
         peaks = []
         for count in (arguments.samples // 10, arguments.samples):
@@ -138,7 +136,7 @@ def main() -> None:
     print(f"peak over ten times the data: {report['peak_ratio']:.2f} (target {TARGET})")
     print(f"killed {arguments.kills} times (at {report['shards_at_last_kill']} shards), resumed: identical {same}")
     print(f"bytes a token: {report['bytes_a_token']}")
-    RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(report, RESULT)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ stories260K: half cross entropy, half KD from stories260K itself, whose own FFNs
 
 Losses are cross entropies in nats a token on 128 sequences that nothing else saw. Latencies are CPU time of a
 forward pass in PyTorch, one thread, models by turns: the medians, as shares of the teacher's. Prints a table and
-writes ``depth.json`` beside this file, run by run: started again with the same settings it goes on where it
-stopped. python -m benchmarks.shrink.depth [--steps 200] [--seeds 3]
+writes ``results/shrink/depth.json``, run by run; a stopped run with the same settings resumes.
+python -m benchmarks.shrink.depth [--steps 200] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,17 +33,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from support.shrink.stories import load_llama, measure_loss  # the model's conversion, which tests use too
 from torch import Tensor
 
+from benchmarks import STORIES, result_path, save
 from benchmarks.shrink.rivals import count_flops
-from benchmarks.shrink.start import SOURCE
 from shd_torch import OnlineTeacher, capture_attention, layer_kls
 from shd_torch.shrink import rank_layers, shrink
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from support.shrink.stories import load_llama, measure_loss  # the model's conversion, which tests use too
-
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 LAYERS, BATCH, LENGTH = 6, 8, 128
 TEACHER_STEPS, TEACHER_RATE, RATE, BETA = 5000, 3e-3, 1e-3, 0.02
 TEACHER_FOLDER = f"shrink_depth_{LAYERS}x{LENGTH}_{TEACHER_STEPS}_steps"  # another recipe is another teacher
@@ -129,7 +126,7 @@ def load_teacher(folder: Path, tokens: Tensor) -> Any:
         )
         torch.manual_seed(0)
         made: Any = GPT2LMHeadModel(config)
-        llama = load_llama(SOURCE / "stories260K.bin")
+        llama = load_llama(STORIES / "stories260K.bin")
         print("teacher:", train(made, llama, tokens, steps=TEACHER_STEPS, seed=99, rate=TEACHER_RATE), flush=True)
         made.eval().save_pretrained(folder)
     loaded: Any = GPT2LMHeadModel.from_pretrained(folder)
@@ -257,13 +254,11 @@ def main() -> None:
         if before["settings"] != report["settings"]:
             raise SystemExit(f"{arguments.out} was made with {before['settings']}: remove it, or give --out")
         report = before
-    tokens = torch.from_numpy(np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64))
+    tokens = torch.from_numpy(np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64))
     teacher = load_teacher(arguments.teacher, tokens)
 
     def write() -> None:
-        draft = arguments.out.with_suffix(".part")
-        draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        draft.replace(arguments.out)  # a run that is killed leaves the last whole file
+        save(report, arguments.out)
 
     report.setdefault("teacher", measure_loss(teacher, tokens[-128:, :LENGTH]))
     if "students" not in report:

@@ -19,12 +19,13 @@ import torch
 import transformers
 from torch import nn
 
+from benchmarks import result_path, save
 from shd_torch.deploy import time_graphs
 from shd_torch.export import export_student
 from shd_torch.shrink import shrink
 from shd_torch.shrink.sizes import count_parameters
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 HEADS, LENGTH, NEURONS = 6, 32, 768
 SIZES: dict[str, Any] = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12}
 TEXT: dict[str, Any] = {**SIZES, "intermediate_size": 1536, "vocab_size": 2000}
@@ -107,7 +108,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             result["families"][name] = measure(name, Path(folder))
         print(name, json.dumps(result["families"][name]))
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(result, RESULT)
 
 
 if __name__ == "__main__":

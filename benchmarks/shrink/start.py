@@ -5,8 +5,8 @@ sequences; losses are cross entropies in nats a token on 128 others. Starts: the
 alignment; of each group the head with the largest output, and for width the channels with the
 largest activation; mean pooling of a group's weights; Minitron's importance of heads; random weights.
 
-Prints a table and writes ``start.json`` beside this file, run by run: started again with the same settings it
-goes on where it stopped. python -m benchmarks.shrink.start [--samples 64] [--threads 1]
+Prints a table and writes ``results/shrink/start.json``, run by run; a stopped run with the same settings
+resumes. python -m benchmarks.shrink.start [--samples 64] [--threads 1]
 """
 
 from __future__ import annotations
@@ -14,21 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
 from torch import Tensor
 
+from benchmarks import STORIES, result_path, save
 from benchmarks.shrink.rivals import RIVALS, shrink
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from support.shrink.stories import load_llama, measure_loss  # the teacher's conversion, which tests use too
-
-RESULT = Path(__file__).with_suffix(".json")
-SOURCE = Path(__file__).parents[3] / "shared" / "data" / "stories260K"
+RESULT = result_path(__file__)
 STUDENTS: dict[str, dict[str, Any]] = {
     "8 -> 4 heads": {"heads": 4},
     "8 -> 2 heads": {"heads": 2},
@@ -72,8 +69,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     settings = {"samples": arguments.samples, "valid": arguments.valid}
-    tokens = torch.from_numpy(np.load(SOURCE / "self_sampled_1024x256_uint16.npy").astype(np.int64))
-    teacher, valid = load_llama(SOURCE / "stories260K.bin"), tokens[-arguments.valid :, :128]
+    tokens = torch.from_numpy(np.load(STORIES / "self_sampled_1024x256_uint16.npy").astype(np.int64))
+    teacher, valid = load_llama(STORIES / "stories260K.bin"), tokens[-arguments.valid :, :128]
     report: dict[str, Any] = {
         "settings": settings,
         "machine": {"torch": torch.__version__, "cpu": platform.machine()},
@@ -93,9 +90,7 @@ def main() -> None:
             made = start_student(teacher, {"input_ids": tokens[: arguments.samples]}, sizes, start)
             runs[name] = measure_loss(made, valid)
             print(f"{name}: {runs[name]:.4f}", flush=True)
-            draft = arguments.out.with_suffix(".part")
-            draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-            draft.replace(arguments.out)  # a run that is killed leaves the last whole file
+            save(report, arguments.out)
     print_table(runs, report["teacher"])
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks import HERE, RESULTS
 from benchmarks.study.analysis import compare_all, name_method, print_tables, stale_runs, write_table
 from benchmarks.study.arms import ALONE, PRESETS, Arm, read_grid
 from benchmarks.study.digits import UnavailableError
@@ -24,7 +25,6 @@ from benchmarks.study.pictures import draw_all
 from benchmarks.study.runs import Record, run_missing
 from benchmarks.study.tasks import TASKS, Task, load_task
 
-HERE = Path(__file__).parent
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--quick", dest="preset", action="store_const", const="quick", help="the same as --preset quick"
     )
     parser.add_argument("--device", help="cuda or cpu; default cuda for --preset gpu, else cpu")
-    parser.add_argument("--out", type=Path, help="folder of runs.jsonl and tables; default beside this file")
+    parser.add_argument("--out", type=Path, help="folder of runs.jsonl and tables; default benchmarks/results/study")
     parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
     parser.add_argument(
         "--pictures", type=Path, help="folder of pictures; default docs/study, or --out with a preset"
@@ -71,10 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
     device = given.device or ("cuda" if given.preset == "gpu" else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no GPU is here: with --device cpu the preset runs on the processor, for many hours")
-    out = given.out or HERE / "results" / (given.preset or "")
+    out = given.out or RESULTS / "study" / (given.preset or "")
     console = Console()
     record = Record(out / "runs.jsonl")
-    pictures = given.pictures or (out if given.preset else HERE.parents[1] / "docs" / "study")
+    pictures = given.pictures or (out if given.preset else HERE.parent / "docs" / "study")
     end = None if given.budget is None else time.monotonic() + given.budget
     for name in given.tasks or TASKS:
         grid = read_grid(name, given.preset)

@@ -1,9 +1,9 @@
 """What ``shd-torch doctor`` says of the study's pairs, and what the study measured.
 
 ``python -m benchmarks.study.doctor_table`` reads the study's runs and the answers that were kept in
-``results/doctor.json``, and writes ``results/doctor.csv`` and the counts in docs/doctor.md. With ``--ask`` it first
-asks the doctor about every pair that was run and has no answer yet (``--again`` about all), which needs the study's
-data and trains its teachers if they are not there.
+``results/study/doctor.json``, and writes ``results/study/doctor.csv`` and the counts in docs/doctor.md. With
+``--ask`` it first runs the doctor on every pair that was run and has no answer yet (``--again``: on all), which needs
+the study's data and trains its teachers if they are not there.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import RESULTS
 from benchmarks.study.analysis import Row, compare
 from benchmarks.study.arms import ALONE, Arm, read_grid
 from benchmarks.study.runs import Record
 from benchmarks.study.tasks import TASKS, load_task
 
-RESULTS = Path(__file__).parent / "results"
-ANSWERS, RUNS, TABLE = (RESULTS / name for name in ("doctor.json", "runs.jsonl", "doctor.csv"))
+ANSWERS, RUNS, TABLE = (RESULTS / "study" / name for name in ("doctor.json", "runs.jsonl", "doctor.csv"))
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 MARKS = "<!-- hits and misses -->", "<!-- end of hits and misses -->"
 ASKED = ("images", "language", "instructions")

@@ -31,7 +31,7 @@ STYLE = """
 
 def main() -> None:
     """Read the figures of the benchmark, and write the picture."""
-    document = json.loads((ROOT / "benchmarks" / "compress_minilm.json").read_text(encoding="utf-8"))
+    document = json.loads((ROOT / "benchmarks" / "results" / "compress_minilm.json").read_text(encoding="utf-8"))
     models = document["models"]
     rows = [
         ("teacher", "float", "teacher", models["float, fused"]),

@@ -35,6 +35,7 @@ def test_a_figure_is_found_by_its_words_and_written_anew(
     )
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
     for words, expected, said in ((["--check"], 1, "other figures: sizes"), ([], 0, ""), (["--check"], 0, "")):
         monkeypatch.setattr(sys, "argv", ["figures.py", *words])
         assert figures.main() == expected
@@ -46,8 +47,8 @@ def test_a_figure_is_found_by_its_words_and_written_anew(
 
 
 def test_what_the_pages_call_significant() -> None:
-    tasks = {task: figures.load(f"study/results/{task}.csv") for task in ("images", "language", "instructions")}
-    tasks |= {task: figures.load(f"study/results/{task}.csv") for task in ("generation", "vit_s")}
+    tasks = {task: figures.load(f"study/{task}.csv") for task in ("images", "language", "instructions")}
+    tasks |= {task: figures.load(f"study/{task}.csv") for task in ("generation", "vit_s")}
     assert {
         (task, row["part"], row["label"], column)
         for task, rows in tasks.items()

@@ -110,7 +110,7 @@ def test_tables_and_pages_have_the_figures_of_the_runs(tmp_path: Path) -> None:
     from benchmarks.study.runs import Record
     from benchmarks.study.tasks import TASKS
 
-    results = ROOT / "benchmarks" / "study" / "results"
+    results = ROOT / "benchmarks" / "results" / "study"
     rows = compare_all(TASKS, Record(results / "runs.jsonl"))
     for task in TASKS:
         write_table(rows[task], tmp_path / f"{task}.csv")

@@ -21,7 +21,7 @@ SHARED = {80: 99 * KIB, 90: 227 * KIB}
 SPILLED = 64
 """Bytes a thread that any program may spill: a load or two a loop; those below, which matter most, spill none."""
 
-REPORT = ROOT / "benchmarks" / "kernel_resources.json"
+REPORT = ROOT / "benchmarks" / "results" / "kernel_resources.json"
 
 HALF, FLOAT32 = torch.float16, torch.float32
 
