@@ -28,12 +28,11 @@ from benchmarks.study.analysis import half_interval, p_value
 from benchmarks.study.arms import ALONE, Arm
 from benchmarks.study.digits import UnavailableError, fit_linear
 from benchmarks.study.origin import fingerprint, hash_code, name_processor
-from benchmarks.study.pictures import draw_dozen
+from benchmarks.study.pictures import KINDS, draw_dozen
 from benchmarks.study.runs import Record
 from benchmarks.study.tasks import load_task
 from benchmarks.study.training import train
 
-KINDS = ("equal steps", "equal time")
 GROUPS = ("compare", "fresh", "curves", "betas", "scores")
 DEFAULTS = {"plan": "progressive", "alpha_per": "map", "temperature": 1.0}
 PACE_TURNS, PACE_STEPS = 5, 12
@@ -384,7 +383,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--protocol", type=Path, default=HERE / "dozen.toml")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of dozen.jsonl and dozen.json")
     parser.add_argument("--work", type=Path, default=Path("build/study"), help="folder of data and teachers")
-    parser.add_argument("--picture", type=Path, help="draw the gains there, such as docs/study/dozen.png")
+    parser.add_argument("--picture", type=Path, help="draw the gains there, such as docs/study/dozen.svg")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes

@@ -15,9 +15,12 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from benchmarks.card import Card
 from benchmarks.study.analysis import Row, can_compare, name_method
 from benchmarks.study.arms import Grid
 from benchmarks.study.runs import Record
+
+KINDS = ("equal steps", "equal time")
 
 
 def draw_all(rows: Sequence[Row], grid: Grid, record: Record, folder: Path) -> None:
@@ -86,40 +89,61 @@ def draw_curves(grid: Grid, record: Record, path: Path) -> None:
     plt.close(figure)
 
 
-UNITS = {"loss": ("nats a token", 1), "spearman": ("rank correlation with people", 1), "accuracy": ("points", 100)}
+UNITS = {
+    "loss": ("nats per token", 1, 3),
+    "accuracy": ("points of accuracy", 100, 1),
+    "spearman": ("rank correlation with people", 1, 3),
+}
+LEFT, RIGHT = 24, 366  # where intervals are drawn; their means stand right of it
 
 
 def draw_dozen(compared: Mapping[str, Any], path: Path) -> None:
-    """Gains of the dozen with their intervals, at equal steps and at equal time, a panel for each unit."""
-    groups = {
-        measure: [one for one in compared.values() if one["measure"] == measure]
-        for measure in UNITS
-        if any(one["measure"] == measure for one in compared.values())
-    }
-    sizes = [len(own) + 1 for own in groups.values()]
-    shape = {"height_ratios": sizes, "squeeze": False, "layout": "constrained"}
-    figure, axes = plt.subplots(len(groups), 1, figsize=(7.6, 0.42 * sum(sizes) + 0.5), **shape)
-    for axis, (measure, own) in zip(axes[:, 0], groups.items(), strict=True):
-        unit, scale = UNITS[measure]
-        for kind, shift, fill in (("equal steps", -0.13, "full"), ("equal time", 0.13, "none")):
-            means, halves = ([scale * one[kind][name] for one in own] for name in ("mean", "half"))
-            places = [place + shift for place in range(len(own))]
-            style: dict[str, Any] = {
-                "fmt": "o",
-                "markersize": 5,
-                "capsize": 2,
-                "fillstyle": fill,
-                "color": "tab:blue",
-            }
-            axis.errorbar(means, places, xerr=halves, label=f"at {kind}", **style)
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(own)), [one["question"] for one in own], fontsize=8)
-        axis.set_ylim(len(own) - 0.5, -0.5)
-        axis.set_xlabel(f"gain, {unit} (95% interval of six seeds)", fontsize=8)
-        axis.tick_params(axis="x", labelsize=8)
-        axis.grid(axis="x", linewidth=0.4, alpha=0.5)
-    axes[0, 0].legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    """Gains of the dozen with their intervals, at equal steps and at equal time, in a scale for each unit."""
+    card = Card("Gains over a tuned baseline, after as many steps and after as much time, with 95% intervals")
+    card.text(24, 38, "Gain over a tuned baseline", "head")
+    card.dot(31, 62, "grey")
+    card.text(44, 68, "same steps")
+    card.dot(151, 62, "grey", is_open=True)
+    card.text(164, 68, "same processor time")
+    card.text(24, 92, "bars: 95% intervals, six paired seeds", "soft")
+    for x, kind, words in (
+        (24, "green", "better"),
+        (100, "orange", "worse"),
+        (168, "soft", "not significant (Holm)"),
+    ):
+        card.text(x, 116, words, f"strong {kind}" if kind != "soft" else kind)
+    y = 134.0
+    for measure, (unit, scale, digits) in UNITS.items():
+        own = [one for one in compared.values() if one["measure"] == measure]
+        if own:
+            y = _draw_unit(card, own, y, unit, scale, digits)
+    card.save(path, y + 6)
+
+
+def _draw_unit(card: Card, own: Sequence[Mapping[str, Any]], y: float, unit: str, scale: int, digits: int) -> float:
+    ends = [
+        scale * (one[kind]["mean"] + sign * one[kind]["half"]) for one in own for kind in KINDS for sign in (-1, 1)
+    ]
+    low, high = min(*ends, 0.0), max(*ends, 0.0)
+
+    def place(value: float) -> float:
+        return LEFT + (RIGHT - LEFT) * (value - low) / (high - low)
+
+    card.line((24, y), (card.width - 24, y), kind="axis")
+    card.text(24, y + 26, unit, "strong")
+    y += 30
+    for one in own:
+        y = card.lines(24, y + 22, one["question"], 50)
+        card.line((place(0.0), y - 12), (place(0.0), y + 34), kind="line")
+        for kind in KINDS:
+            row = one[kind]
+            mean, half = scale * row["mean"], scale * row["half"]
+            color = "grey" if row["holm"] >= 0.05 else "green" if mean > 0 else "orange"
+            card.box(place(mean - half), y - 1.5, place(mean + half) - place(mean - half), 3, color, 1)
+            card.dot(place(mean), y, color, is_open=kind == "equal time")
+            card.text(card.width - 24, y + 6, f"{mean:+.{digits}f}", "soft" if color == "grey" else color, "end")
+            y += 24
+    return y + 8
 
 
 def draw_maps(image: NDArray[Any], rows: Sequence[tuple[str, NDArray[Any]]], path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Pictures of the pages as SVG cards: labels that a phone of 390 pixels shows legibly, in light and dark."""
+
+from __future__ import annotations
+
+import textwrap
+from html import escape
+from pathlib import Path
+
+WIDTH = 480  # on a phone 358 pixels remain, so that 17 units are 12.7 pixels
+STYLE = """
+  .card { fill: #ffffff; stroke: #d0d7de }
+  .box { fill: #f6f8fa; stroke: #d0d7de }
+  text { fill: #1f2328; font: 17px Helvetica, Arial, "Liberation Sans", "DejaVu Sans", sans-serif }
+  .head { font-size: 20px; font-weight: bold }
+  .strong { font-weight: bold }
+  .soft { fill: #59636e; font-size: 16px }
+  .code { font: 15px SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", "Liberation Mono", monospace }
+  .line { stroke: #59636e; stroke-width: 2; fill: none }
+  .axis { stroke: #d0d7de }
+  .grey { fill: #9da7b3; stroke: #9da7b3 }
+  .green { fill: #1a7f37; stroke: #1a7f37 }
+  .orange { fill: #b05a00; stroke: #b05a00 }
+  .blue { fill: #1f5f9b; stroke: #1f5f9b }
+  .open { fill: #ffffff }
+  text.green, text.orange, text.blue { stroke: none }
+  @media (prefers-color-scheme: dark) {
+    .card, .open { fill: #0d1117; stroke: #3d444d }
+    .box { fill: #161b22; stroke: #3d444d }
+    text { fill: #f0f6fc }
+    .soft { fill: #9da7b3 }
+    .line { stroke: #9da7b3 }
+    .axis { stroke: #3d444d }
+    .grey { fill: #6e7681; stroke: #6e7681 }
+    .green { fill: #3fb950; stroke: #3fb950 }
+    .orange { fill: #ffa657; stroke: #ffa657 }
+    .blue { fill: #6cb2ff; stroke: #6cb2ff }
+    .open { fill: #0d1117 }
+  }
+"""
+
+
+class Card:
+    """A picture that grows downwards; ``title`` is what it shows, for those who do not see it."""
+
+    def __init__(self, title: str, width: int = WIDTH) -> None:
+        self.title, self.width = title, width
+        self.parts: list[str] = []
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
+        mark = f' class="{kind}"' if kind else ""
+        place = "" if anchor == "start" else f' text-anchor="{anchor}"'
+        self.parts.append(f'<text{mark} x="{x:g}" y="{y:g}"{place}>{escape(text, quote=False)}</text>')
+
+    def lines(self, x: float, y: float, text: str, letters: int, kind: str = "", step: int = 21) -> float:
+        """Wrap a text; the baseline of the line below it."""
+        for line in textwrap.wrap(text, letters):
+            self.text(x, y, line, kind)
+            y += step
+        return y
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str = "box", radius: float = 6) -> None:
+        size = f'width="{width:g}" height="{height:g}" rx="{radius:g}"'
+        self.parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" {size}/>')
+
+    def bar(self, x: float, y: float, width: float, kind: str, height: float = 18) -> None:
+        self.box(x, y, max(width, 1), height, kind, 3)
+
+    def line(self, *points: tuple[float, float], kind: str = "line", tip: bool = False) -> None:
+        """Straight pieces; with an arrow's tip at the last point."""
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        mark = ' marker-end="url(#tip)"' if tip else ""
+        self.parts.append(f'<path class="{kind}"{mark} d="M{path}"/>')
+
+    def dot(self, x: float, y: float, kind: str, is_open: bool = False) -> None:
+        hole = f'<circle class="open" cx="{x:.1f}" cy="{y:.1f}" r="2.6" stroke="none"/>' if is_open else ""
+        self.parts.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>{hole}')
+
+    def save(self, path: Path, height: float) -> None:
+        marker = (
+            '<defs><marker id="tip" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="5" markerHeight="5" '
+            'orient="auto"><path class="grey" d="M0 0 10 5 0 10z"/></marker></defs>'
+        )
+        head = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {height:g}" width="{self.width}" '
+            f'height="{height:g}" role="img">',
+            f"<title>{escape(self.title, quote=False)}</title>",
+            f"<style>{STYLE}</style>",
+            marker,
+            f'<rect class="card" x="1" y="1" width="{self.width - 2}" height="{height - 2:g}" rx="12"/>',
+        ]
+        path.write_text("\n".join([*head, *self.parts, "</svg>\n"]), encoding="utf-8")
+        print(path, path.stat().st_size)
