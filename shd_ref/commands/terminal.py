@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from rich import box
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from shd_ref.errors import printable
@@ -106,7 +106,7 @@ def print_stage(text: str) -> None:
 
 @contextmanager
 def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
-    """Progress on the error stream while work is done: bars on a terminal, elsewhere a line now and then.
+    """Progress on the error stream while work is done: a line that changes on a terminal, elsewhere one now and then.
 
     Yields for each unit what to call with the numbers done and in all (0 where not known), and with ``says`` in place
     of the unit what is done now; all else is ignored. A call with 0 done begins a stage.
@@ -114,42 +114,14 @@ def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
     if _IS_QUIET.get():
         yield tuple(lambda *_, **__: None for _ in units)
     elif messages.is_interactive:
-        with _bars() as bars:
-            yield tuple(_bar(bars, unit) for unit in units)
+        with messages.status("") as status:  # it draws at most so often; strings would be markup
+            yield tuple(_teller(unit, lambda text: status.update(Text(text, no_wrap=True)), 0.0) for unit in units)
     else:
-        yield tuple(map(_line, units))
+        yield tuple(_teller(unit, lambda text: messages.say(f"progress: {text}"), EVERY) for unit in units)
 
 
-def _bars() -> Any:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[count]}"),
-        TextColumn("{task.description}", table_column=Column(max_width=22, no_wrap=True, overflow="ellipsis")),
-        TimeElapsedColumn(),
-        TextColumn("passed,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    return Progress(*columns, console=messages, transient=True)
-
-
-def _bar(bars: Any, unit: str) -> Callable[..., None]:
-    task = bars.add_task(unit, total=None, visible=False, count="")
-
-    def tell(done: int, total: int, *_: Any, says: str = unit) -> None:
-        if not done:
-            bars.reset(task)
-        count = f"{done}/{total}" if total else ""
-        # For update() None is the total as before. What comes after the last is not known to take no time.
-        bars.tasks[task].total = total if done < total else None
-        bars.update(task, completed=done, description=printable(says), visible=True, count=count)
-
-    return tell
-
-
-def _line(unit: str) -> Callable[..., None]:
+def _teller(unit: str, show: Callable[[str], None], pause: float) -> Callable[..., None]:
+    """What ``show_progress`` yields for a unit; ``pause``: seconds between two lines at least."""
     began = stage = last_line = time.monotonic()
     first = 0  # done when the stage began: a run may be resumed
 
@@ -158,13 +130,13 @@ def _line(unit: str) -> Callable[..., None]:
         now = time.monotonic()
         if not done or not first:
             stage, first = now, done
-        if now - last_line < EVERY:
+        if now - last_line < pause:
             return
         last_line = now
         count = f"{done}/{total} " if total else ""
         left = (now - stage) / (done - first) * (total - done) if done > first else 0.0
         ending = f", about {_clock(max(left, 1.0))} left" if left else ""
-        messages.say(f"progress: {count}{says}; {_clock(now - began)} passed{ending}")
+        show(printable(f"{count}{says}; {_clock(now - began)} passed{ending}"))
 
     return tell
 

@@ -5,46 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import Any
 
 from shd_ref.cache.storage.drafts import drafting
 from shd_torch.compress.stages import STATIC, TEACHER, TEACHER_INT8, count_bytes
 from shd_torch.compress.task import Judge, Task, graph_run
 from shd_torch.shrink.folders import copy_readers
 
-PROMPT: Final = 64
-"""Tokens before the one whose time is measured."""
 
-
-def judge_graphs(
-    paths: Mapping[str, Path], judge: Judge, by_file: Mapping[str, Judge], task: Task | None = None
-) -> dict[str, Any]:
+def judge_graphs(paths: Mapping[str, Path], judge: Judge, task: Task | None = None) -> dict[str, Any]:
     """Quality and bytes of a model's graphs, as onnxruntime runs them; ``task``: one that pools in its own way."""
     quality = {kind: asdict(judge.measure(graph_run(path), task)) for kind, path in paths.items()}
-    *_, deployed = paths.values()
-    files = {name: judge.measure(graph_run(deployed), task).value for name, judge in by_file.items()}
-    return {"quality": quality, "by_file": files, "bytes": {kind: count_bytes(path) for kind, path in paths.items()}}
-
-
-@torch.no_grad()
-def time_token(model: Any, rounds: int = 25) -> float:
-    """Median seconds of one more token after a prompt, with its cache of keys, in PyTorch."""
-    ids = torch.ones(1, PROMPT, dtype=torch.int64, device=next(model.parameters()).device)
-    seconds = []
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    for _ in range(rounds):
-        started = time.perf_counter()
-        cache = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return {"quality": quality, "bytes": {kind: count_bytes(path) for kind, path in paths.items()}}
 
 
 def hand_over(home: Path, folder: Path, teacher: Path, document: dict[str, Any]) -> None:
@@ -197,12 +173,6 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
     yield from (f"- {name}: {words}." for name, words in document["details"].items() if name in others)
     yield from (f"- {name}: by the labels of `--held-out`." for name in labels)
     yield from ("", describe_regions(points), "")
-    if names := list(document["teacher"]["by_file"]):
-        models = [("teacher", document["teacher"]), *((student["name"], student) for student in students)]
-        models += [(f"{STATIC} table", table)] if (table := document["static"]) else []
-        rows = [[name, *(f"{model['by_file'][file]:.4f}" for file in names)] for name, model in models]
-        yield from ("Quality by file of `--data`, on its held-out samples, as deployed:", "")
-        yield from _table(["model", *names], rows)
     if has_picture:
         yield from ("![Quality against speed](front.svg)", "")
     for student in students:
@@ -226,9 +196,6 @@ def _student_lines(student: Mapping[str, Any], settings: Sequence[str]) -> Itera
     trained = f"trained for {student['steps']:,} steps at a learning rate of {student['learning_rate']:g}"
     yield f"{student['chosen']['text']}, {trained}. {student['shd']['why']}."
     yield from (f"**Missed**: {reason}." for reason in student["missed"])
-    if tokens := student.get("token_seconds"):
-        ratio, ms = tokens[TEACHER] / tokens["student"], 1e3 * tokens["student"]
-        yield f"One token after {PROMPT}, with its cache of keys, in PyTorch: {ms:.2f} ms, {ratio:.2f} times faster."
     yield ""
     if not student["tried"]:
         return

@@ -28,12 +28,12 @@ from shd_ref.merging.plans import check_plan
 from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.study.intervals import half_width
-from shd_torch.compress.handover import judge_graphs, time_token
+from shd_torch.compress.handover import judge_graphs
 from shd_torch.compress.options import FASTEST, Wish
 from shd_torch.compress.samples import BATCH, Row, add_crops, collate, collate_with_labels, row_source, training_order
 from shd_torch.compress.space import Design
-from shd_torch.compress.stages import STATIC, TEACHER, Run, half_is_faster
-from shd_torch.compress.task import Decoder, SentenceEncoder, Task, model_run, read_measure
+from shd_torch.compress.stages import STATIC, Run, half_is_faster
+from shd_torch.compress.task import SentenceEncoder, Task, model_run, read_measure
 from shd_torch.data import SupervisedDataset
 from shd_torch.deploy.timing import compare_turns
 from shd_torch.export import example_inputs, export_teacher
@@ -255,11 +255,7 @@ def _judge_student(run: Run, wish: Wish, name: str, student: Any) -> dict[str, A
     graphs = run.write_graphs(student, name)
     table = {STATIC: path} if (path := run.folder / STATIC / "onnx" / "model.onnx").exists() else {}
     times = compare_turns(run.time(run.teacher_graphs | graphs | table, _ROUNDS))
-    result = judge_graphs(graphs, run.judge("held_out"), run.judges_by_file()) | {
-        "times": [asdict(entry) for entry in times]
-    }
-    if isinstance(run.task, Decoder):
-        result["token_seconds"] = {TEACHER: time_token(run.model), "student": time_token(student)}
+    result = judge_graphs(graphs, run.judge("held_out")) | {"times": [asdict(entry) for entry in times]}
     kind = [*graphs][-1]
     deployed = [entry for entry in times if entry.graph == kind]
     costs = [*(entry.wall.median for entry in deployed), result["bytes"][kind]]

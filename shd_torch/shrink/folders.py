@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -48,39 +47,23 @@ def find_folder(source: str | os.PathLike[str], argument: str) -> Path:
     message = f"{argument} must be a folder that save_pretrained wrote, or a hub id; got {str(source)!r}, "
     if folder.exists() or not _HUB_ID.fullmatch(str(source)):
         raise ShdError("read-failed", message + "which is no folder")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    problem = _ask_hub(str(source))
-    if isinstance(problem, HfHubHTTPError):
-        reason = f"a folder that is not there, and the hub answers {problem.response.status_code}"
-        raise ShdError("read-failed", f"{message}{reason}: check the name, or log in (hf auth login)") from problem
+    is_reached = True
     try:
-        return Path(snapshot_download(str(source), local_files_only=problem is not None, **_FETCHED))
+        HfApi().model_info(str(source), timeout=HUB_SECONDS)  # snapshot_download waits for an answer without a limit
+    except HfHubHTTPError as error:
+        reason = f"a folder that is not there, and the hub answers {error.response.status_code}"
+        raise ShdError("read-failed", f"{message}{reason}: check the name, or log in (hf auth login)") from error
+    except Exception:  # of the network, by whichever package makes the request
+        is_reached = False
+    try:
+        return Path(snapshot_download(str(source), local_files_only=not is_reached, **_FETCHED))
     except Exception as error:  # of a file that is not in the cache, of a network that breaks down
         reason = "a folder that is not there, and the hub cannot be reached"
         advice = f"download it where there is a network (hf download {source}), and name the folder"
         raise ShdError("read-failed", f"{message}{reason}: {advice}") from error
-
-
-def _ask_hub(name: str) -> Exception | None:
-    """None where the hub has the model, else what it answers, or that it does not in ``HUB_SECONDS``."""
-    from huggingface_hub import HfApi
-
-    answers: list[Exception | None] = [TimeoutError()]
-
-    def ask() -> None:
-        try:
-            HfApi().model_info(name, timeout=HUB_SECONDS)
-            answers.append(None)
-        except Exception as error:  # of the network, by whichever package makes the request
-            answers.append(error)
-
-    # A name is looked up without any limit of time, so it is not waited for.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_SECONDS)
-    return answers[-1]
 
 
 def check_model(source: str, argument: str, *, or_graph: bool = False) -> None:
