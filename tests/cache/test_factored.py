@@ -24,11 +24,13 @@ def kl_rows(exact: NDArray[Any], found: NDArray[Any]) -> NDArray[np.float64]:
     return np.asarray(terms.sum(axis=-1))
 
 
-@pytest.mark.parametrize("support", ["full", "causal"])
 @pytest.mark.parametrize("codec", FACTORED_CODECS)
-@pytest.mark.parametrize(("heads", "key_heads", "length", "width"), [(4, 4, 33, 8), (6, 2, 17, 5), (2, 1, 1, 3)])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "length", "width", "support"),
+    [(6, 2, 17, 5, "full"), (4, 4, 33, 8, "causal"), (2, 1, 1, 3, "full")],
+)
 def test_error_stays_below_the_bound(
-    codec: str, support: str, heads: int, key_heads: int, length: int, width: int
+    codec: str, heads: int, key_heads: int, length: int, width: int, support: str
 ) -> None:
     queries, keys = vectors(heads, length, width, 1), vectors(key_heads, length, width, 2)
     scale = width**-0.5

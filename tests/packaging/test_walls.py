@@ -205,14 +205,13 @@ ALLOWED_IN_TORCH = {
 }
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "shd_torch").rglob("*.py")), ids=lambda p: p.name)
-def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
+def test_binding_shares_no_mathematics_with_the_reference() -> None:
     """Independence gives agreement its value in merging, alphas, mixing and the loss, which the judge compares.
 
     Shrinking has one implementation, in NumPy. Compress runs a teacher's graph, as ``shd`` does; an
     export and its int8 are saved as ``shd_ref`` saves a graph, and intervals are those of the studies.
     """
-    own = {
+    of_rooms = {
         "doctor": {"shd_ref.teacher.study.intervals"},
         "compress": {
             "shd_ref.teacher.precompute.engine",
@@ -222,10 +221,11 @@ def test_binding_shares_no_mathematics_with_the_reference(path: Path) -> None:
         "export.py": {"shd_ref.teacher.opening.model", "shd_ref.teacher.graph.inputs"},
         "deploy": {"shd_ref.teacher.opening.model"},
     }
-    allowed = ALLOWED_IN_TORCH | own.get(path.parent.name, own.get(path.name, set()))
-    for module in _imported(path):
-        if module.split(".")[0] == "shd_ref":
-            assert any(module == name or module.startswith(f"{name}.") for name in allowed), module
+    for path in sorted((ROOT / "shd_torch").rglob("*.py")):
+        allowed = ALLOWED_IN_TORCH | of_rooms.get(path.parent.name, of_rooms.get(path.name, set()))
+        for module in _imported(path):
+            if module.split(".")[0] == "shd_ref":
+                assert any(module == name or module.startswith(f"{name}.") for name in allowed), (path, module)
 
 
 def _imported(path: Path) -> set[str]:

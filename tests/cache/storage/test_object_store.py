@@ -201,14 +201,9 @@ def test_shard_that_was_replaced_before_its_receipt_is_written_again(store: str)
     assert receipt.shard == 0
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda data: b"another writer's", lambda data: data[:-1] + b"\xff", lambda data: data + b"0"],
-    ids=["all", "last byte", "longer"],
-)
-def test_writer_that_is_always_overtaken_gives_up(store: str, change: Callable[[bytes], bytes]) -> None:
+def test_writer_that_is_always_overtaken_gives_up(store: str) -> None:
     name = "shards/00/000000.safetensors"
-    Store.after_upload[:] = [lambda: put(store, name, change(objects(store)[name]))] * 100
+    Store.after_upload[:] = [lambda: put(store, name, objects(store)[name][:-1] + b"\xff")] * 100
     writer = CacheWriter(store, job())
     with refusal("write-failed", r"other writers replaced it 5 times: .*--shards i/n"):
         write_shards(writer, [0])

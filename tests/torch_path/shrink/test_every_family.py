@@ -19,11 +19,10 @@ FEWER = {"heads": 2, "neurons": 16}
 ALL = FEWER | {"hidden": 16}
 BY_LAYER: dict[str, Any] = {"heads": [2, 1], "head_dim": 5, "neurons": [9, 6]}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    **{name: (name, {}, ALL | DROP) for name in ("llama", "mistral", "qwen2", "qwen3", "gemma")},
-    **{name: (name, {}, ALL | DROP) for name in ("gpt2", "vit", "deit", "opt")},
-    **{name: (name, {}, FEWER | DROP) for name in ("bert", "distilbert", "electra")},
+    **{name: (name, {}, ALL | DROP) for name in ("llama", "qwen3", "gemma", "gpt2", "vit", "opt")},
+    **{name: (name, {}, FEWER | DROP) for name in ("bert", "distilbert")},
     "dinov2": ("dinov2", {}, {"heads": 2, "hidden": 16, **DROP}),
-    "llama by layer": ("llama", {}, {"heads": [2, 1], "kv_heads": 1, "neurons": [9, 6], **DROP}),
+    "qwen2 by layer": ("qwen2", {}, {"heads": [2, 1], "kv_heads": 1, "neurons": [9, 6], **DROP}),
     "bert by layer": ("bert", {}, BY_LAYER | DROP),
     "gpt2 by layer": ("gpt2", {}, BY_LAYER | DROP | {"hidden": 14}),
     "xlm-roberta": ("xlm-roberta", {}, {"heads": [2, 3], "head_dim": 5, "neurons": 12, **DROP}),
@@ -80,7 +79,7 @@ def test_all_that_is_allowed_at_once(case: str, tmp_path: Path) -> None:
         assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2", "opt", "bert", "vit", "dinov2"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gpt2", "bert", "dinov2"])
 def test_stock_students_load_with_the_auto_classes(name: str, tmp_path: Path) -> None:
     teacher, data = make_teacher(name), make_data(name)
     told: list[tuple[int, int, str]] = []
@@ -90,16 +89,6 @@ def test_stock_students_load_with_the_auto_classes(name: str, tmp_path: Path) ->
     loaded = type(teacher).from_pretrained(tmp_path, dtype=torch.float64).eval()
     torch.testing.assert_close(logits_of(loaded, data), logits_of(made.student, data), atol=1e-5, rtol=0.0)
     assert transformers.AutoModel.from_pretrained(tmp_path).config.num_attention_heads == 2
-
-
-@pytest.mark.parametrize("name", ["gemma", "opt", "gpt_neox", "dinov2"])
-def test_a_wider_stream_is_nearer(name: str) -> None:
-    teacher, data, errors = make_teacher(name), make_data(name, samples=24), []
-    exact = logits_of(teacher, data)
-    for hidden in (16, 8) if name == "dinov2" else (20, 8):
-        gap = logits_of(shrink(teacher, data, hidden=hidden).student, data) - exact
-        errors.append(float(gap.norm() / (exact - exact.mean(0)).norm()))
-    assert errors[0] < errors[1]
 
 
 def test_a_model_of_one_stack_is_as_any_other(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Mistakes and contradictions, one line each: options, data, and folders of students."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,19 @@ CONFIGURATIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "says"), CONFIGURATIONS, ids=str)
-def test_folders_that_contradict_themselves(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def student_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("students") / "bert"
     options = {"heads": [2, 2, 4], "drop_attention": [1], "drop_activations": [2]}
-    shrink(make_teacher("bert"), make_data("bert"), **options, align=False, out=tmp_path)
+    shrink(make_teacher("bert"), make_data("bert"), **options, align=False, out=folder)
+    return folder
+
+
+@pytest.mark.parametrize(("changes", "says"), CONFIGURATIONS, ids=str)
+def test_folders_that_contradict_themselves(
+    changes: dict[str, Any], says: str, student_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(student_folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
     with refusal("shrink-unsupported" if "quantization_config" in changes else "read-failed", says):
