@@ -22,7 +22,10 @@ STYLE = """
   .orange { fill: #b05a00; stroke: #b05a00 }
   .blue { fill: #1f5f9b; stroke: #1f5f9b }
   .open { fill: #ffffff }
-  text.green, text.orange, text.blue { stroke: none }
+  .box.blue, .box.orange, .box.green { fill: #f6f8fa; stroke-width: 2 }
+  path.curve { fill: none; stroke-width: 3 }
+  .dashed { stroke-dasharray: 8 6 }
+  text.grey, text.green, text.orange, text.blue { stroke: none }
   @media (prefers-color-scheme: dark) {
     .card, .open { fill: #0d1117; stroke: #3d444d }
     .box { fill: #161b22; stroke: #3d444d }
@@ -34,7 +37,7 @@ STYLE = """
     .green { fill: #3fb950; stroke: #3fb950 }
     .orange { fill: #ffa657; stroke: #ffa657 }
     .blue { fill: #6cb2ff; stroke: #6cb2ff }
-    .open { fill: #0d1117 }
+    .box.blue, .box.orange, .box.green { fill: #161b22 }
   }
 """
 

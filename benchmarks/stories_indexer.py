@@ -6,8 +6,7 @@ queries and keys. Then every layer reads 16 of up to 128 keys: those of the trai
 scorers as they were drawn. Losses are cross entropies in nats a token on sequences that no scorer saw; intervals are
 95% over sequences, of the difference to dense attention.
 
-Prints a table and writes ``results/stories_indexer.json`` and draws what each selection keeps by position, in
-``docs/pictures``. python -m benchmarks.stories_indexer [--steps 200]
+Prints a table and writes ``results/stories_indexer.json``. python -m benchmarks.stories_indexer [--steps 200]
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from shd_torch.indexer import KeptMass, indexer_scores, indexer_select, probe_in
 from shd_torch.supervision import Factored
 
 RESULT = result_path(__file__)
-PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "indexer_kept.svg"
 LENGTH, TOP_K, HEADS, WIDTH, BATCH, VALIDATION = 128, 16, 4, 16, 8, 256
 SCALE = WIDTH**-0.5
 Select = Callable[[int, Tensor], Tensor | None]
@@ -155,23 +153,6 @@ def main() -> None:
             report.setdefault("kept", {})[str(number)] = [[round(value, 4) for value in span] for span in spans]
             print(f"layer {number}: " + ", ".join(f"{span.kept:.3f} of {span.best:.3f}" for span in spans))
     save(report, RESULT)
-    draw(kept)
-
-
-def draw(kept: dict[str, KeptMass]) -> None:
-    """The mass at each layer's top-k (blue, with 95% intervals) and at the best k keys (grey), by position."""
-    from matplotlib import pyplot as plt
-
-    figure, plots = plt.subplots(1, len(kept), sharey=True, figsize=(2.4 * len(kept), 1.8), layout="constrained")
-    for plot, (name, mass) in zip(plots, kept.items(), strict=True):
-        spans = mass.spans(16)
-        middles, means = [(span.first + span.last) / 2 for span in spans], np.array([span.kept for span in spans])
-        half = np.array([span.kept_interval for span in spans])
-        plot.plot(middles, [span.best for span in spans], color="0.5")
-        plot.plot(middles, means, color="#2166ac")
-        plot.fill_between(middles, means - half, means + half, color="#2166ac", alpha=0.25)
-        plot.set(title=name, ylim=(0, 1), xlabel="position")
-    figure.savefig(PICTURE)
 
 
 if __name__ == "__main__":

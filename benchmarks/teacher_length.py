@@ -12,7 +12,7 @@ turn. ``seconds`` are of one more sample of a shard, its share of the writing in
 second sample and with it, imports left out: the checks before the first record, the shard's coding errors, and the
 opening of sessions. Whole maps are left out where they would not fit.
 
-Prints a table, and writes ``results/teacher_length.json`` and ``docs/pictures/teacher_length.svg``.
+Prints a table and writes ``results/teacher_length.json``.
 
     python -m benchmarks.teacher_length [--lengths 1024 2048 4096 8192 16384] [--ways factored "PyTorch fused"]
 """
@@ -26,12 +26,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks import machine, result_path, save
 
 RESULT = result_path(__file__)
-PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "teacher_length.svg"
 THREADS = 1
 LONGEST = {"factored": 16384, "graph alone": 16384, "factored, window of 512": 16384, "PyTorch fused": 16384}
 LONGEST |= {"maps": 8192, "maps, shards of one sample": 8192, "factored, 32 heads of 64": 8192}
@@ -47,15 +45,6 @@ WAYS = (
 )
 OTHERS = ("factored, window of 512", "factored, 32 heads of 64")
 """Other teachers, which are not drawn; nor is ``maps, shards of one sample``."""
-LABELS = {
-    "factored": "shd precompute, queries and keys",
-    "graph alone": "its graph alone",
-    "PyTorch fused": "PyTorch, fused attention",
-    "maps": "shd precompute, merged maps",
-    "PyTorch maps": "PyTorch, output_attentions",
-    "factored, whole maps": "queries and keys, --tile 0",
-    "maps, whole maps": "merged maps, --tile 0",
-}
 RUN = """
 import sys, time
 from pathlib import Path
@@ -112,11 +101,8 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", default=[*WAYS, *OTHERS], help="the others keep the figures that are there"
     )
-    parser.add_argument("--turns", type=int, default=2, help="0 only draws")
+    parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
-    if not arguments.turns:
-        draw(json.loads(RESULT.read_text(encoding="utf-8")))
-        return
     report = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"runs": {}}
     rows: dict[str, dict[str, dict[str, float]]] = report["runs"]
     report |= {"machine": machine(THREADS)}
@@ -136,7 +122,6 @@ def main() -> None:
                 }
                 print(f"{way:24} {length:6} tokens  {row}", flush=True)
             save(report, RESULT)
-    draw(report)
 
 
 def make_teacher(folder: Path, length: int, kind: str = "plain") -> None:
@@ -179,29 +164,6 @@ def run(way: str, length: int, folder: str, turn: int) -> list[float]:
     if process.returncode:
         raise SystemExit(process.stderr)
     return list(map(float, process.stdout.split()[-3:]))
-
-
-def draw(report: dict[str, Any]) -> None:
-    from matplotlib.figure import Figure  # without pyplot: files, no window
-
-    figure = Figure(figsize=(8.4, 4.2), layout="constrained")
-    axes = figure.subplots(1, 2)
-    drawn = (
-        ("gigabytes", "peak memory, GB", (0.5, 1, 2, 4, 8)),
-        ("seconds", "processor time per sample, s", (0.1, 1, 10)),
-    )
-    for axis, (key, title, ticks) in zip(axes, drawn, strict=True):
-        for number, way in enumerate(WAYS):
-            rows = report["runs"][way].items()
-            points = sorted((int(length), row[key]) for length, row in rows if key in row)
-            axis.plot(*zip(*points, strict=True), "o-", color=f"C{number}", markersize=3, label=LABELS[way])
-        axis.set(xscale="log", yscale="log", xlabel="tokens of a sample", title=title)
-        axis.set_xticks([1024, 2048, 4096, 8192, 16384], ["1,024", "2,048", "4,096", "8,192", "16,384"])
-        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.minorticks_off()
-        axis.grid(alpha=0.25)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(PICTURE, metadata={"Date": None})
 
 
 if __name__ == "__main__":
