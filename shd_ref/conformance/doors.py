@@ -224,7 +224,11 @@ def _spell(array: Any) -> Any:
     kind = array.dtype.newbyteorder("=").name if isinstance(array, OwnDtype) and kind == "float" else kind
     if kind in ("", "float16") or (kind == "int64" and array.size and int(array.max()) >= 2**63):
         raise NotSpokenError(f"an array of {array.dtype}")
-    return {"shape": array.shape, "dtype": kind, "data": [_number(x) for x in array.real.ravel().tolist()]}
+    numbers = array.real.ravel()
+    data = numbers.tolist()
+    for place in np.flatnonzero(~np.isfinite(numbers)):  # few, where an array may hold a million
+        data[place] = _number(data[place])
+    return {"shape": array.shape, "dtype": kind, "data": data}
 
 
 def _pack(value: Any) -> Any:
@@ -453,7 +457,7 @@ class Program:
         process, end = self._process, time.monotonic() + timeout
         assert process
         inlet, outlet, aside = _ends(process)
-        question, sources = json.dumps(message).encode() + b"\n", {outlet, aside}
+        question, sources = memoryview(json.dumps(message).encode() + b"\n"), {outlet, aside}
         chunk, line = self._unread, bytearray(self._unread)
         while b"\n" not in chunk:
             ready, room, _ = select.select(sources, [inlet] if question else (), (), max(0.0, end - time.monotonic()))
@@ -463,7 +467,7 @@ class Program:
                 try:
                     question = question[os.write(inlet, question) :]
                 except OSError:  # it ended, as the other pipe will show
-                    question = b""
+                    question = question[:0]
             if aside in ready:
                 words = os.read(aside, 1 << 16)
                 self._last_words = (self._last_words + words)[-300:]

@@ -21,7 +21,7 @@ from shd_ref.teacher.rewrite import function  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = sorted((ROOT / "specs" / "onnx" / "node").glob("test_*"))
-OPERATIONS = ("squeeze_heads", "solve_alpha")
+OPERATIONS = ("squeeze_heads/core", "solve_alpha/core")
 
 
 @pytest.fixture(params=["onnxruntime", "onnx.reference"])
@@ -85,9 +85,6 @@ def test_value_outputs_that_cancel_leave_no_nan(size: float, backend: str) -> No
     alpha = OnnxAdapter(backend).run_operation("solve_alpha", inputs, "float32")
     alpha = alpha["alpha"] if isinstance(alpha, dict) else alpha
     np.testing.assert_array_equal(alpha, 0.5)
-
-
-# --- the adapter ------------------------------------------------------------------------------------------------
 
 
 # --- the backend tests ------------------------------------------------------------------------------------------
