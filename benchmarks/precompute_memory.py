@@ -67,7 +67,7 @@ else:
     options = PrecomputeOptions(4, form=sys.argv[5])
     job = PrecomputeJob(teacher, inputs, out, options, RunOptions(batch_size=1, num_threads=1))
     if kind == "whole":
-        job.write(job.shards, job.missing)
+        job.write(job.missing)
         job.finish()
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(used.ru_maxrss / 1000, used.ru_utime + used.ru_stime)

@@ -46,7 +46,7 @@ run = RunOptions(batch_size=8, samples_per_shard=32, num_threads=1, shards=(int(
 job = PrecomputeJob(Path(teacher), dict(np.load(data)), out, PrecomputeOptions(2), run)
 print("ready", flush=True)
 sys.stdin.readline()
-job.write(job.shards, job.missing)
+job.write(job.missing)
 print("done", flush=True)
 """
 
@@ -125,7 +125,7 @@ def time_growth(folder: Path, samples: int, **shape: int) -> tuple[float, float]
     with tempfile.TemporaryDirectory(dir=folder) as out:
         job = PrecomputeJob(teacher, data, Path(out) / "cache", PrecomputeOptions(shape["heads"] // 2), run)
         started = time.perf_counter()
-        job.write(job.shards, job.missing)
+        job.write(job.missing)
         squeezed = time.perf_counter() - started
     session = open_session(str(teacher), provider="cpu", num_threads=1)
     started = time.perf_counter()

@@ -285,11 +285,6 @@ class Errors(dict[str, RowError]):
         return cls({name: convert(error, kinds[name]) for name, error in members.items()})
 
     @classmethod
-    def unmeasured(cls, manifest: Manifest) -> Errors:
-        """Of no row, with the members that the manifest's forms want."""
-        return cls({form.SUBJECT: merge_errors(form.ERROR, ()) for form in manifest.forms})
-
-    @classmethod
     def merged(cls, parts: Iterable[Errors]) -> Errors:
         parts = list(parts)
         measured = {name: [by_kind[name] for by_kind in parts if name in by_kind] for name in error_kinds()}

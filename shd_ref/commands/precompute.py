@@ -132,9 +132,6 @@ def _summary_table(summary: PrecomputeSummary) -> Table:
     if summary.missing_shards:
         left = marked(f"{summary.missing_shards} shards", "yellow", " are left to other processes")
         table.add_row("partial", left)
-    if summary.skipped:
-        why = ": the teacher gave NaN; their receipts name them"
-        table.add_row("skipped", marked(str(summary.skipped), "bold red", why))
     ratio = summary.float32_bytes / max(summary.coded_bytes, 1)
     table.add_row("stored", f"{decimal(summary.coded_bytes)}, {ratio:.1f}x smaller than in float32")
     comparison = summary.comparison

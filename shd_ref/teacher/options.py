@@ -19,7 +19,6 @@ from shd_ref.attention import check_temperature
 from shd_ref.cache import CODECS, FACTORED_CODECS
 from shd_ref.cache.codecs.codecs import VECTOR_CODECS
 from shd_ref.cache.codecs.factored import DEFAULT_FACTORED_CODEC
-from shd_ref.cache.documents import ON_ERROR
 from shd_ref.cache.forms.attention import KINDS, TokenGroups
 from shd_ref.errors import argument_value, need
 from shd_ref.integers import check_option
@@ -228,7 +227,6 @@ class PrecomputeOptions:
         codec: Codec of maps: sqrt8-row (1 byte per entry), u4 (1/2), float32 (4).
         groups: Pool the maps for a student with fewer tokens: patches:14x14:7x7 for larger patches, with :1 at the
             end for a class token; ids:COLUMN or weights:COLUMN, the groups of each sample's tokens.
-        on_error: If a sample gives NaN: stop and name it, or skip and record it.
         seed_column: Column of augmentation seeds, stored with the maps and reused in training.
         logits: Store the teacher's logits, for KD without a teacher: topk (the likeliest classes and the total mass
             of the others), float16 (complete rows, for classifiers).
@@ -264,7 +262,6 @@ class PrecomputeOptions:
     factored_codec: Annotated[str, STORING, one_of(FACTORED_CODECS), Needs("form=factored")] = DEFAULT_FACTORED_CODEC
     codec: Annotated[str, STORING, one_of(CODECS), Needs("form=maps")] = "sqrt8-row"
     groups: Annotated[str | None, STORING, Needs("form=maps")] = None
-    on_error: Annotated[str, RUNNING, one_of(ON_ERROR)] = "stop"
     seed_column: Annotated[str | None, STORING] = None
 
     logits: Annotated[str, TARGETS, one_of(LOGIT_FORMS)] = "none"
@@ -361,7 +358,6 @@ class PlannedOptions(PrecomputeOptions):
     form: Annotated[str, UNASKED] = PrecomputeOptions.form
     factored_codec: Annotated[str, UNASKED] = PrecomputeOptions.factored_codec
     codec: Annotated[str, UNASKED] = PrecomputeOptions.codec
-    on_error: Annotated[str, UNASKED] = PrecomputeOptions.on_error
     seed_column: Annotated[str | None, UNASKED] = None
 
 
@@ -413,7 +409,6 @@ class PlanOptions:
 def check_options(options: PrecomputeOptions) -> None:
     """Refuse what no teacher can be asked for."""
     check_merge(options)
-    check_option("on_error", options.on_error, ON_ERROR, "CACHE-51")
     check_temperature(options.temperature)
     _check_form(options)
     _check_targets(options)

@@ -22,7 +22,6 @@ from shd_ref.cache.codecs.codecs import (
     CodecError,
     RowError,
     check_codes,
-    code_dtype,
     decode,
     pack,
     packed_size,
@@ -313,10 +312,6 @@ class Maps(Attention):
     def blob_sizes(self, extent: Extent) -> tuple[int, ...]:
         heads = self.num_student_heads
         return tuple(packed_size(self.codec, self.support, heads, *shape) for shape in self.map_shapes(extent))
-
-    def held_size(self, extent: Extent) -> int:
-        """One code per entry, including those above the diagonal."""
-        return self.plain_size(extent) // 4 * code_dtype(self.codec).itemsize
 
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """One blob per layer (CACHE-126); ``support-mismatch`` when a counted row has mass on padding."""

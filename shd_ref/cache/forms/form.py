@@ -136,10 +136,6 @@ class Form(ABC):
     def pack(self, record: SampleRecord) -> Iterator[NDArray[np.uint8]]:
         """The ``U8`` parts of a record, padding cut off; refuses codes that no encoder makes."""
 
-    def held_size(self, extent: Extent) -> int:
-        """Bytes that the codes of a sample take in memory before they are packed."""
-        return self.coded_size(extent)
-
     def coded_size(self, extent: Extent) -> int:
         shapes = zip(self.parts, self.part_shapes(extent), strict=True)
         return sum(math.prod(shape) for part, shape in shapes if part.dtype == U8)

@@ -6,11 +6,11 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import shd_ref
 from shd_ref.cache import (
@@ -18,13 +18,11 @@ from shd_ref.cache import (
     CacheWriter,
     Dataset,
     Errors,
-    Extent,
     Manifest,
     Receipt,
     SampleInputs,
     SampleRecord,
     ShardPlan,
-    Skipped,
     dataset_fingerprint,
     list_cache,
 )
@@ -42,8 +40,8 @@ from shd_ref.teacher.precompute.forms import (
     measure_errors,
 )
 from shd_ref.teacher.precompute.forms.attention import matching_of
-from shd_ref.teacher.run.inputs import Batch, group_shards, share_shards
-from shd_ref.teacher.run.outputs import BatchOutputs, find_faults
+from shd_ref.teacher.run.inputs import share_shards
+from shd_ref.teacher.run.outputs import BatchOutputs, check_finite
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import run_ahead, run_beside
 from shd_ref.teacher.sources import Arrays, Source
@@ -54,7 +52,7 @@ class PrecomputeSummary:
     """What ``precompute`` did and found.
 
     Attributes:
-        samples, skipped: in the cache; without a record, because the teacher failed on them.
+        samples: in the cache.
         missing_shards: that other processes have yet to write; the cache is sealed once no shard is missing.
         written, resumed: samples whose records this run wrote; those of its shards that were there already.
         written_by_others: samples of its shards that other processes wrote meanwhile.
@@ -72,7 +70,6 @@ class PrecomputeSummary:
     written: int
     resumed: int
     written_by_others: int
-    skipped: int
     seconds: float
     coded_bytes: int
     float32_bytes: int
@@ -82,10 +79,6 @@ class PrecomputeSummary:
     remarks: tuple[str, ...] = ()
     remark: str | None = None
 
-
-WINDOW_BYTES: Final = 2**30
-"""Codes that are held at most before their shards are written (but at least one shard's); the shard that is being
-written meanwhile comes on top."""
 
 FIRST_SAMPLES: Final = 4
 """Samples that are looked at before anything is written: what a mask leaves, and that graph and reference agree."""
@@ -120,7 +113,7 @@ def run_here(
 ) -> PrecomputeSummary:
     """The engine that is this process."""
     job = PrecomputeJob(teacher, inputs() if callable(inputs) else inputs, out, options, run, on_read)
-    job.write(job.shards, job.missing, on_progress)
+    job.write(job.missing, on_progress)
     return job.finish()
 
 
@@ -172,11 +165,11 @@ class PrecomputeJob:
         check_destination(out)
         options = adopt_plans(out, options, run)
         work = self._work = TeacherRun.open(teacher, inputs, options, run, on_read, ahead=True)
-        first, self._comparison = self._check_first()
+        first, self._comparison = self._compare_first()
         self._compared = min(len(first.indices), 2)
         manifest = self._manifest = make_manifest(work, first)
         # What a form cannot hold is refused before a manifest binds the folder to options that ask for it.
-        make_records(first, first.indices, manifest, work.inputs.seed)
+        make_records(first, manifest, work.inputs.seed)
         check_company(work, manifest)
         self._folder, self._writer = out, CacheWriter(out, manifest)
         for form in manifest.forms:
@@ -184,7 +177,6 @@ class PrecomputeJob:
                 self._writer.write_file(file, maker_of(form).files(work, form)[file.name])
         self.written = self._writer.written  # by this job; grows
         self.shards = share_shards(manifest.shards.num_shards, *run.shards)
-        self._pending: dict[int, _Pending] = {}
         self._under_way: Callable[[], Receipt] | None = None
 
     @functools.cached_property
@@ -200,33 +192,17 @@ class PrecomputeJob:
         """Samples of these shards."""
         return sum(len(self._manifest.shard_samples(shard)) for shard in shards)
 
-    def windows(self) -> list[list[int]]:
-        """Shards of the whole job that share batches, as many as memory may hold, whoever writes which of them."""
-        run, plan, inputs = self._work.run, self._manifest.shards, self._work.inputs
-        longest = Extent(max(int(inputs.lengths.max()), 1), decoder=int(inputs.decoder_lengths.max()))
-        record_bytes = sum(form.held_size(longest) for form in self._manifest.forms)
-        mean_length = max(1.0, float(inputs.lengths.mean()))
-        per_batch = run.batch_size if run.batch_tokens is None else max(1, int(run.batch_tokens / mean_length))
-        most = WINDOW_BYTES // (plan.samples_per_shard * record_bytes)
-        groups = group_shards(range(plan.num_shards), plan.samples_per_shard, per_batch, most)
-        return [list(window) for window in groups]
-
-    def write(self, shards: Collection[int], missing: set[int], on_progress: OnProgress | None = None) -> None:
-        """Write those of some shards that ``find_missing`` says."""
-        total = self.count_samples(shards)
-        progress = _Progress(on_progress, total, total - self.count_samples(missing.intersection(shards)))
+    def write(self, shards: Collection[int], on_progress: OnProgress | None = None) -> int:
+        """Write these shards, one after the other, and return their bytes; progress is told of all of ``shards``."""
+        total = 0 if on_progress is None else self.count_samples(self.shards)
+        progress = _Progress(on_progress, total, total - self.count_samples(shards))
         progress.report()
         try:
-            for window in self.windows():
-                if not missing.isdisjoint(window):
-                    self._write_window(window, missing, progress)
-            self._wait(progress)
-        except BaseException as error:
-            try:
-                self._wait(progress)  # the shard under way is committed all the same
-            except Exception as failure:
-                error.add_note(f"the shard that was being written failed too: {failure}")
-            raise
+            for shard in sorted(shards):
+                self._write_shard(shard, progress)
+        finally:
+            self._wait(progress)  # the shard under way is committed whatever went wrong
+        return progress.written
 
     def finish(self) -> PrecomputeSummary:
         """Seal the cache if nothing is missing, and sum it up."""
@@ -235,7 +211,6 @@ class PrecomputeJob:
         return PrecomputeSummary(
             folder=out if isinstance(out, str) and is_address(out) else Path(out),
             samples=listing.samples,
-            skipped=listing.skipped,
             coded_bytes=listing.coded_bytes,
             float32_bytes=listing.float32_bytes,
             errors=listing.errors,
@@ -250,137 +225,71 @@ class PrecomputeJob:
             remark=self._work.inputs.remark,
         )
 
-    def _check_first(self) -> tuple[BatchOutputs, Comparison | None]:
-        """A few of the longest samples without a fault, and how their maps compare with the reference."""
-        work = self._work
-        for batch in work.checked_batches(range(len(work.inputs)), FIRST_SAMPLES):
-            faulty: set[int] = set()
-            # By map, which keeps nothing of a part while the next one runs.
-            parts = list(map(functools.partial(self._check_part, faulty), work.squeeze_parts(batch)))
-            sound = [number for number, index in enumerate(batch.indices) if index not in faulty]
-            if sound:
-                outputs = BatchOutputs.joined([part for part, _ in parts])
-                layers = [comparison for _, compared in parts for comparison in compared]
-                is_whole = len(sound) == len(batch.indices)  # then no copy is needed
-                return outputs if is_whole else outputs[sound], Comparison.merged(layers) if layers else None
-        remedy = "check its inputs, such as a mask whose 1 hides a token"
-        raise ShdError("not-finite", f"the teacher gives NaN or infinity on every sample: {remedy}", "MAP-5")
+    def _compare_first(self) -> tuple[BatchOutputs, Comparison | None]:
+        """A few of the longest samples, and how their maps compare with the reference."""
+        batch = next(self._work.checked_batches(range(len(self._work.inputs)), FIRST_SAMPLES))
+        # By map, which keeps nothing of a part while the next one runs.
+        parts = list(map(self._compare_part, self._work.squeeze_parts(batch)))
+        layers = [comparison for _, compared in parts for comparison in compared]
+        return BatchOutputs.joined([part for part, _ in parts]), Comparison.merged(layers) if layers else None
 
-    def _check_part(self, faulty: set[int], outputs: BatchOutputs) -> tuple[BatchOutputs, list[Comparison]]:
-        """Outputs without check outputs, and how their layers compare; faulty samples are noted, and left out."""
-        faulty.update(find_faults(self._work, outputs))
-        sound = [number for number, index in enumerate(outputs.indices) if index not in faulty]
+    def _compare_part(self, outputs: BatchOutputs) -> tuple[BatchOutputs, list[Comparison]]:
+        """Outputs without check outputs, and how their layers compare."""
+        check_finite(self._work, outputs)
         compared: list[Comparison] = []
-        if sound and outputs.layers:
+        if outputs.layers:
             # In float64, so of a few: the ends of the batch, which are its longest sample and its shortest.
-            compared = compare_layers(outputs[sorted({sound[0], sound[-1]})].layers, self._work.callers)
-            for number in sound:
+            ends = sorted({0, len(outputs.indices) - 1})
+            compared = compare_layers(outputs[ends].layers, self._work.callers)
+            for number in range(len(outputs.indices)):
                 for maker in MAKERS.values():
                     maker.compare(self._work, outputs[number])
         return replace(outputs, layers=tuple(layer.without_check() for layer in outputs.layers)), compared
 
-    def _write_window(self, window: Collection[int], missing: set[int], progress: _Progress) -> None:
-        """Run the batches of these shards that reach a missing one, and write each shard when it is full."""
-        shard_of = {index: shard for shard in window for index in self._manifest.shard_samples(shard)}
-        lost = sorted(missing.intersection(window))
-        self._pending = {shard: _Pending(set(self._manifest.shard_samples(shard))) for shard in lost}
-        # Samples that look faulty run again, with check outputs, on any thread.
-        self._work.sessions.open(checked=True)
-        with closing(run_ahead(self._run_step, self._steps(shard_of), self._work.callers)) as steps:
-            for step, made in steps:
-                self._take(step, made, progress)
-                progress.report()
-                del made  # before the next are waited for
+    def _write_shard(self, shard: int, progress: _Progress) -> None:
+        """Run the batches of a shard, which are the same whenever it is written, and commit their records."""
+        work, manifest = self._work, self._manifest
+        groups = list(work.groups(manifest.shard_samples(shard)))
+        # Coding errors are measured on the first batch, at once where its check outputs may be held.
+        checked = work.count_checked(groups[0]) == len(groups[0])
+        # Opened here, by one thread; samples that look faulty run again, with check outputs, on any.
+        work.sessions.open(checked=True)
+        work.sessions.open(checked=checked and len(groups) == 1)
 
-    def _steps(self, shard_of: Mapping[int, int]) -> Iterator[_Step]:
-        """The batches of a window in order, the same whatever is missing: a resumed run gives the same bytes."""
-        work = self._work
-        begun: set[int] = set()
-        for indices in work.groups(shard_of):
-            shards = {shard_of[index] for index in indices}
-            first = not shards <= begun
-            begun |= shards
-            lacking = sorted(self._pending.keys() & shards)
-            if lacking:
-                checked = first and work.count_checked(indices) == len(indices)
-                work.sessions.open(checked=checked)
-                yield _Step(work.inputs.batch(indices), first, checked, lacking)
+        def run_batch(number: int) -> tuple[list[SampleRecord], list[Errors]]:
+            outputs = work.squeeze(work.inputs.batch(groups[number]), checked=checked and not number)
+            check_finite(work, outputs)
+            made = make_records(outputs, manifest, work.inputs.seed)
+            return made, [] if number else [self._measure(outputs, made)]
 
-    def _run_step(self, step: _Step) -> _Made:
-        """Run a batch and make its records, on any thread; its outputs too, where coding errors are measured."""
-        outputs = self._work.squeeze(step.batch, checked=step.checked)
-        faults = find_faults(self._work, outputs)
-        records = {
-            shard: make_records(
-                outputs, self._pending[shard].samples - faults.keys(), self._manifest, self._work.inputs.seed
-            )
-            for shard in step.shards
-        }
-        return _Made(outputs if step.first else None, faults, records)
-
-    def _take(self, step: _Step, made: _Made, progress: _Progress) -> None:
-        """Collect the records of a batch, and commit full shards."""
-        inputs, faults = self._work.inputs, made.faults
-        for shard, records in made.records.items():
-            pending = self._pending[shard]
-            skipped = [index for index in step.batch.indices if index in pending.samples & faults.keys()]
-            pending.records += records
-            pending.skipped += [Skipped(i, inputs.key(i), faults[i], inputs.seed(i)) for i in skipped]
-            progress.samples += len(records) + len(skipped)
-            if pending.errors is None and made.outputs is not None and records:
-                pending.errors = self._measure(made.outputs, records)
-            if len(pending.records) + len(pending.skipped) == len(pending.samples):
-                self._commit(shard, self._pending.pop(shard), progress)
+        records: list[SampleRecord] = []
+        errors: list[Errors] = []
+        with closing(run_ahead(run_batch, range(len(groups)), work.callers)) as batches:
+            for _, (made, measured) in batches:
+                records, errors = records + made, errors + measured
+                progress.report(samples=len(made))
+        self._wait(progress)
+        # In the background, one at a time, while the batches of the next shard run.
+        self._under_way = run_beside(
+            functools.partial(self._writer.write_shard, shard, records, errors[0]), work.callers
+        )
+        if not work.callers:
+            self._wait(progress)
 
     def _measure(self, outputs: BatchOutputs, records: list[SampleRecord]) -> Errors:
         """The coding errors of these records, or of the first where check outputs of all would take too much."""
         work = self._work
         if outputs.layers and not outputs.layers[0].has_check:
-            indices = [record.index for record in records]
-            outputs = work.squeeze(work.inputs.batch(indices[: work.count_checked(indices)]), checked=True)
-            records = [record for record in records if record.index in outputs.indices]
+            outputs = work.squeeze(
+                work.inputs.batch(outputs.indices[: work.count_checked(outputs.indices)]), checked=True
+            )
+            records = records[: len(outputs.indices)]
         return measure_errors(outputs, records, self._manifest)
-
-    def _commit(self, shard: int, full: _Pending, progress: _Progress) -> None:
-        """Write a shard in the background, one at a time."""
-        self._wait(progress)
-        errors = full.errors or Errors.unmeasured(self._manifest)
-        write = functools.partial(self._writer.write_shard, shard, full.records, errors, full.skipped)
-        self._under_way = run_beside(write, self._work.callers)
-        if not self._work.callers:
-            self._wait(progress)
 
     def _wait(self, progress: _Progress) -> None:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             progress.report(under_way().size)
-
-
-class _Step(NamedTuple):
-    """A batch that runs, and the shards that lack samples of it; errors are measured on the first of a shard."""
-
-    batch: Batch
-    first: bool
-    checked: bool
-    shards: list[int]
-
-
-class _Made(NamedTuple):
-    """Of a batch what is wrong with samples, by index, and the records of all others, by shard."""
-
-    outputs: BatchOutputs | None
-    faults: Mapping[int, str]
-    records: Mapping[int, list[SampleRecord]]
-
-
-@dataclass
-class _Pending:
-    """A shard in the making."""
-
-    samples: set[int]
-    records: list[SampleRecord] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    errors: Errors | None = None
 
 
 @dataclass
@@ -390,8 +299,8 @@ class _Progress:
     samples: int
     written: int = 0
 
-    def report(self, size: int = 0) -> None:
-        self.written += size
+    def report(self, size: int = 0, samples: int = 0) -> None:
+        self.written, self.samples = self.written + size, self.samples + samples
         if self.on_progress is not None:
             self.on_progress(self.samples, self.total, self.written)
 
@@ -466,7 +375,6 @@ def make_manifest(work: TeacherRun, outputs: BatchOutputs) -> Manifest:
         created_by=f"squeezing-heads {shd_ref.__version__}",
         teacher=work.fingerprint(),
         forms=stored.forms,
-        on_error=work.options.on_error,
         inputs=SampleInputs(
             names=inputs.names,
             mask=inputs.mask,

@@ -1,11 +1,10 @@
-"""Precompute on a Ray cluster: Ray Data deals shards, in blocks that share batches, to actors that hold the teacher.
+"""Precompute on a Ray cluster: Ray Data deals shards to actors that hold the teacher.
 
-An actor writes shards and receipts itself: Ray may lose and repeat any block, and the same call resumes.
+An actor writes shards and receipts itself: Ray may lose and repeat any of them, and the same call resumes.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +50,7 @@ class RayEngine:
     Teacher and cache must have the same path or address on all machines; inputs are given as what opens them, and
     every actor reads them once for keys and lengths. An actor takes ``num_threads`` CPUs (1 by default), and one GPU
     for provider ``cuda``. There are ``workers`` of them; None: as many as the cluster has room for. What an actor
-    raised is raised here, and progress is reported after every block of shards, reading only in this process.
+    raised is raised here, and progress is reported after every shard, reading only in this process.
     """
 
     workers: int | None = None
@@ -78,13 +77,11 @@ class RayEngine:
             replace(run, num_threads=run.num_threads or 1),
         )
         job = plan.prepare(on_read)  # it makes the cache too: the actors adopt its plans
-        blocks = [block for window in job.windows() if (block := [shard for shard in window if shard in job.missing])]
-        samples_of = {block[0]: job.count_samples(block) for block in blocks}
         total, written = job.count_samples(job.shards), 0
-        done = total - sum(samples_of.values())
-        for first, size, shards in _run_blocks(blocks, plan, self.workers):
-            job.written.update(shards)
-            done, written = done + samples_of[first], written + size
+        done = total - job.count_samples(job.missing)
+        for shard, size, is_own in _run_shards(sorted(job.missing), plan, self.workers):
+            job.written.update([shard] * is_own)
+            done, written = done + job.count_samples([shard]), written + size
             if on_progress is not None:
                 on_progress(done, total, written)
         return job.finish()
@@ -98,23 +95,22 @@ class ShardWriter:
         self._job: PrecomputeJob | None = None
 
     def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
-        """Write a block's shards; its first one and bytes, or an error, of which Ray would keep only the text."""
-        shards = [int(shard) for shard in block["shard"]]
-        sizes, written, code, message = [0], [], "", ""
+        """Write a shard; its bytes, or an error, of which Ray would keep only the text."""
+        (shard,) = (int(number) for number in block["shard"])
+        size, is_own, code, message = 0, False, "", ""
         try:
             if self._job is None:  # not when the actor is made, where errors cannot be returned
                 self._job = self._plan.prepare()
-            self._job.write(shards, self._job.find_missing(shards), lambda _done, _total, size: sizes.append(size))
-            written = sorted(self._job.written.intersection(shards))
+            size = self._job.write(self._job.find_missing([shard]))
+            is_own = shard in self._job.written
         except ShdError as error:
             code, message = error.code, str(error)
-        told = {"written": [json.dumps(written)], "code": [code], "message": [message]}
-        return {"first": shards[:1], "bytes": sizes[-1:]} | told
+        return {"shard": [shard], "bytes": [size], "own": [is_own], "code": [code], "message": [message]}
 
 
-def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int, Any]]:
-    """Of each block, as it is written: its first shard, how many bytes that were, and the shards of this job."""
-    if not blocks:
+def _run_shards(shards: Sequence[int], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int, bool]]:
+    """Each shard as it is written, with its bytes, and whether it was an actor of this job that wrote it."""
+    if not shards:
         return
     if not ray.is_initialized():
         ray.init()
@@ -128,18 +124,18 @@ def _run_blocks(blocks: Sequence[list[int]], plan: RayJob, workers: int | None) 
             f"workers must be 1 to {room}, as many as the cluster has {cpus} CPUs and {gpus} GPUs for; got "
             f"{workers or room}: add machines, or lower workers or threads"
         )
-    data = ray.data.from_arrow([pa.table({"shard": block}) for block in blocks])
+    data = ray.data.from_arrow([pa.table({"shard": [shard]}) for shard in shards])
     data.context.enable_progress_bars = False
     data.context.print_on_execution_start = False
     counts = data.map_batches(
         ShardWriter,
-        batch_size=None,  # whole blocks
+        batch_size=None,  # a whole block, which is one shard
         fn_constructor_args=(plan,),
-        compute=ray.data.ActorPoolStrategy(size=min(workers or room, len(blocks))),
+        compute=ray.data.ActorPoolStrategy(size=min(workers or room, len(shards))),
         num_cpus=cpus,
         num_gpus=gpus or None,
     )
     for row in counts.iter_rows():
         if row["code"]:
             raise ShdError(row["code"], row["message"])
-        yield int(row["first"]), int(row["bytes"]), json.loads(row["written"])
+        yield int(row["shard"]), int(row["bytes"]), bool(row["own"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +16,6 @@ from shd_ref.teacher.graph.inputs import SUPPLIED, TYPES, InputSizes, InputSpec
 from shd_ref.teacher.sources import TOO_LONG, Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.sources.files import Spool
 from shd_ref.teacher.sources.text import TOKEN_COLUMNS
-
-WINDOW_BATCHES: Final = 4
-"""Batches over which samples are sorted by length: enough that little is padded, few enough to hold their maps."""
 
 
 def group_samples(
@@ -55,15 +51,6 @@ def share_shards(num_shards: int, part: int, parts: int) -> range:
     got = f"{part}/{parts}: count from 0"
     need(0 <= part < parts, "argument-value", "shards", "be i/n with 0 <= i < n", got)
     return range(part * num_shards // parts, (part + 1) * num_shards // parts)
-
-
-def group_shards(
-    shards: Sequence[int], samples_per_shard: int, samples_per_batch: int, max_shards: int
-) -> Iterator[Sequence[int]]:
-    """Runs of shards that share batches, by the list of shards alone, so that a resumed job repeats its batches."""
-    size = max(1, min(math.ceil(WINDOW_BATCHES * samples_per_batch / samples_per_shard), max_shards))
-    for start in range(0, len(shards), size):
-        yield shards[start : start + size]
 
 
 _FOREIGN: Final = "take the teacher's own tokenizer (--tokenizer), and no labels in place of tokens"

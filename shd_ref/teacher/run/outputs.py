@@ -184,11 +184,8 @@ class BatchOutputs:
         return self.extents[0]
 
 
-def find_faults(work: TeacherRun, outputs: BatchOutputs, *, stop: bool | None = None) -> dict[int, str]:
-    """Where the teacher first went wrong on samples of a batch, on rows that count, by their index.
-
-    What a receipt says about them; with ``stop``, by default as the options say, the first is raised.
-    """
+def check_finite(work: TeacherRun, outputs: BatchOutputs) -> None:
+    """Refuse NaN and infinity on rows that count: ``not-finite``, naming the sample, its layer and head."""
     indices, targets = outputs.indices, outputs.targets
     suspect = np.zeros(len(indices), dtype=np.bool_)
     for column, layer in enumerate(outputs.layers):
@@ -216,12 +213,10 @@ def find_faults(work: TeacherRun, outputs: BatchOutputs, *, stop: bool | None = 
         title = _target_not_finite(work, outputs[number]) if index not in reasons else None
         if title is not None:
             reasons[index] = f"the teacher gives NaN or infinity in {title}"
-    if reasons and (work.options.on_error == "stop" if stop is None else stop):
+    if reasons:
         index = min(reasons)
         where = f"sample {index} (key {outputs.keys[indices.index(index)]})"
-        remedy = "check its inputs, or skip such samples (--on-error skip)"
-        raise ShdError("not-finite", f"{where}: {reasons[index]}: {remedy}", "MAP-5")
-    return reasons
+        raise ShdError("not-finite", f"{where}: {reasons[index]}: check its inputs, or leave it out", "MAP-5")
 
 
 def _target_not_finite(work: TeacherRun, sample: BatchOutputs) -> str | None:

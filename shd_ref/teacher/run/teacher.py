@@ -162,7 +162,7 @@ class TeacherRun:
     def match_plans(self) -> tuple[MergePlan, ...]:
         """The plan of every layer, matched on the first samples of CACHE-26's order (PLAN-9 to PLAN-13).
 
-        Raises ``dependency-missing`` without networkx. With ``on_error="skip"`` samples that give NaN do not choose.
+        Raises ``dependency-missing`` without networkx.
         """
         options, inputs = self.options, self.inputs
         order = sample_order(len(inputs), self.run.seed)[: options.calibration_samples]
@@ -170,12 +170,8 @@ class TeacherRun:
         for number, (_, site) in enumerate(self.graph.layers):
             calibration, (rows, _) = [], self.masks[site.layer]
             for batch, probs, values in self.read_maps(number, inputs.batches(chosen, self.run.batch_size)):
-                sound = np.full(len(probs), True)
-                if options.on_error == "skip":
-                    sound = np.isfinite(probs).all(axis=(1, 2, 3)) & np.isfinite(values).all(axis=(1, 2, 3))
-                mask = None if rows is None else batch.arrays[rows][: len(sound)][sound].astype(np.bool_)
-                if sound.any():
-                    calibration.append((probs[sound], values[sound], mask))
+                mask = None if rows is None else batch.arrays[rows][: len(probs)].astype(np.bool_)
+                calibration.append((probs, values, mask))
             largest = max((probs[0, 0].size for probs, *_ in calibration), default=0)
             with threads_for(largest * 2 * (site.d_v or 0)):
                 weight, heads = projection_of(site), options.num_student_heads

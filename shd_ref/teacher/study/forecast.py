@@ -28,7 +28,7 @@ from shd_ref.teacher.options import CODECS_OF, MATCHED, NO_FORM, PlanOptions, Pr
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.forms import check_company, describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
-from shd_ref.teacher.run.outputs import find_faults
+from shd_ref.teacher.run.outputs import check_finite
 from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
@@ -215,9 +215,9 @@ def _measure_way(work: TeacherRun, asks: dict[str, str], chosen: Sequence[int]) 
     extents: list[Extent] = []
     for batch in work.checked_batches(chosen):
         outputs = work.squeeze(batch, checked=True)
-        find_faults(work, outputs, stop=True)
+        check_finite(work, outputs)
         forms = describe_forms(work, outputs)
-        records = make_records(outputs, set(outputs.indices), forms, inputs.seed)
+        records = make_records(outputs, forms, inputs.seed)
         parts.append(measure_errors(outputs, records, forms))
         extents += [record.extent for record in records]
     lengths, counted = inputs.lengths, inputs.lengths - inputs.firsts
@@ -308,19 +308,14 @@ def _plans(work: TeacherRun, order: Sequence[int]) -> Iterator[tuple[str, tuple[
 
 
 def _residuals(work: TeacherRun, chosen: Sequence[int]) -> NDArray[np.float64]:
-    """Of each sample without a fault ``(n, 2)``: a mean over layers, by the strategy and by a constant 1/2."""
+    """Of each sample ``(n, 2)``: a mean over layers, by the strategy and by a constant 1/2."""
     compared: dict[int, list[Comparison]] = {index: [] for index in chosen}
     for batch in work.checked_batches(chosen):
         for outputs in work.squeeze_parts(batch):
-            faults = find_faults(work, outputs)
+            check_finite(work, outputs)
             for number, index in enumerate(outputs.indices):
-                if index in faults:
-                    compared.pop(index, None)
-                elif index in compared:  # not where an earlier part had a fault
-                    compared[index] += compare_layers(outputs[[number]].layers, work.callers)
+                compared[index] += compare_layers(outputs[[number]].layers, work.callers)
     means = [Comparison.merged(layers) for layers in compared.values()]
-    if not means:
-        raise ShdError("not-finite", "the teacher gives NaN or infinity on every sample: check its inputs", "MAP-5")
     return np.array([[mean.residual, mean.constant_residual] for mean in means])
 
 

@@ -90,9 +90,7 @@ def rerun_teacher(
     manifest, has_targets = reader.manifest, with_teachers is not None
     _check_teachers(reader, (teacher, *(with_teachers or ())), has_targets=has_targets)
     others = tuple(map(Path, with_teachers or ()))
-    options = PrecomputeOptions(
-        **options_for(manifest, has_targets=has_targets) | {"with_teachers": others, "on_error": manifest.on_error}
-    )
+    options = PrecomputeOptions(**options_for(manifest, has_targets=has_targets) | {"with_teachers": others})
     # Alone, as a record is a sample's own: in a batch, padding may move what was made one at a time.
     masks = manifest.inputs.mask, manifest.inputs.decoder_mask
     run = RunOptions(*masks, batch_size=1, provider=provider)

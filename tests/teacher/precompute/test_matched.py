@@ -1,7 +1,6 @@
 """Matched plans in a precompute run: layer by layer, written down, and taken from there on resume."""
 
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +112,3 @@ def test_resuming_with_another_plan_is_refused(
     precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(**options), RUN)
     with refusal("cache-mismatch", differs):
         precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(**(options | change)), RUN)
-
-
-def test_samples_that_are_skipped_do_not_choose(teacher: Path, tmp_path: Path) -> None:
-    arrays = make_inputs()
-    first, second = DRAWN[:2]
-    arrays["values_1"][first] = np.nan
-    options = PrecomputeOptions(2, plan="matched", calibration_samples=2, codec="float32", on_error="skip")
-    precompute(teacher, arrays, tmp_path / "cache", options, RUN)
-    reader = CacheReader(tmp_path / "cache")
-    assert len(reader) == SAMPLES - 1
-    assert reader.manifest.attention.layer_plans[1] == matched_plan([read_layer(teacher, 1, [second])], 2)
-    with refusal("not-finite"):
-        precompute(teacher, arrays, tmp_path / "other", replace(options, on_error="stop"), RUN)

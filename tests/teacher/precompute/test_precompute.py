@@ -152,7 +152,7 @@ def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:
 
 def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any]]) -> None:
     """Put other codes in place of every record's, by its key, with valid checksums."""
-    from shd_ref.cache import CacheWriter, Errors, SampleRecord, unpack
+    from shd_ref.cache import CacheWriter, CodecError, Errors, SampleRecord, unpack
 
     reader = CacheReader(cache)
     manifest, records = reader.manifest, {record.index: record for record in map(reader.read, reader)}
@@ -166,7 +166,7 @@ def _change_codes(cache: Path, change: Callable[[str, NDArray[Any]], NDArray[Any
             )
             changed = {**record.parts, "L00": change(record.key, codes)}
             new.append(SampleRecord(record.index, record.key, record.length, changed))
-        writer.write_shard(shard, new, Errors.unmeasured(manifest))
+        writer.write_shard(shard, new, Errors({"attention": CodecError(0.0, 0.0, 0.0, 0)}))
     writer.seal()
 
 

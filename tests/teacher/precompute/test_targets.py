@@ -1,6 +1,5 @@
 """Logits and hidden states from graph to cache and back, with every form of attention beside them."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,7 @@ def test_batches_are_smaller_where_logits_would_take_too_much(
     options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4, hidden=(0, 1))
     monkeypatch.setattr("shd_ref.teacher.run.teacher.TARGET_BYTES", 2 * 4 * (50 + 2 * 12) * LENGTH)
     with calls_of("run_batch") as calls:
-        precompute(teacher, make_inputs(), tmp_path / "cache", options)
+        precompute(teacher, make_inputs(), tmp_path / "cache", options, RunOptions(samples_per_shard=NUM_SAMPLES))
     sizes = [call["batch"].arrays["input_ids"].shape for call in calls]
     # The widths of rows, the first samples, and one of them alone and in company.
     assert sizes[:4] == [(1, 3), (2, LENGTH), (1, 3), (2, 4)]
@@ -208,7 +207,7 @@ def test_another_teachers_rows_are_found_out(teacher: Path, tmp_path: Path, name
         recheck_records(tmp_path / "cache", teacher, make_inputs())
 
 
-def test_a_sample_whose_logits_are_not_finite_is_named_or_skipped(tmp_path: Path) -> None:
+def test_a_sample_whose_logits_are_not_finite_is_named(tmp_path: Path) -> None:
     teacher, inputs, token = tmp_path / "teacher.onnx", make_inputs(), 13
     counted = inputs["attention_mask"].astype(bool)
     inputs["input_ids"][inputs["input_ids"] == token] = 0
@@ -228,10 +227,6 @@ def test_a_sample_whose_logits_are_not_finite_is_named_or_skipped(tmp_path: Path
     options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4)
     with refusal("not-finite", r"sample 4 .*: the teacher gives NaN or infinity in its logits"):
         precompute(teacher, inputs, tmp_path / "a", options)
-    summary = precompute(teacher, inputs, tmp_path / "b", replace(options, on_error="skip"))
-    assert summary.skipped == 1
-    (reason,) = CacheReader(tmp_path / "b").skipped.values()
-    assert reason == "the teacher gives NaN or infinity in its logits"
 
 
 @pytest.mark.parametrize(

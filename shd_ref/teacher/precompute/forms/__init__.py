@@ -8,7 +8,7 @@ makes both forms of attention, ``rows.py`` all forms of rows. A form from elsewh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from shd_ref.teacher.options import NO_FORM
 from shd_ref.teacher.precompute.forms.attention import FactorsMaker, MapsMaker
 from shd_ref.teacher.precompute.forms.maker import Maker
 from shd_ref.teacher.precompute.forms.rows import EmbeddingsMaker, ExactMaker, HiddenMaker, LogitsMaker
-from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, BatchOutputs, find_faults
+from shd_ref.teacher.run.outputs import COMPARED_ENTRIES, BatchOutputs, check_finite
 from shd_ref.teacher.run.teacher import EXPORT_OTHERWISE, TeacherRun
 
 MAKERS: dict[type[Form], Maker[Any]] = {
@@ -52,14 +52,11 @@ def options_for(forms: Held, *, has_targets: bool = True) -> dict[str, Any]:
     return asked
 
 
-def make_records(
-    outputs: BatchOutputs, wanted: Container[int], forms: Held, seed_of: Callable[[int], int | None]
-) -> list[SampleRecord]:
-    """Records of those samples of a batch whose index is wanted, in these forms, such as the manifest's."""
-    numbers = [number for number, index in enumerate(outputs.indices) if index in wanted]
-    samples = [outputs[number] for number in numbers]
+def make_records(outputs: BatchOutputs, forms: Held, seed_of: Callable[[int], int | None]) -> list[SampleRecord]:
+    """Records of a batch in these forms, such as the manifest's."""
+    samples = [outputs[number] for number in range(len(outputs.indices))]
     extents = [forms.extent_of(sample.extent) for sample in samples]
-    parts_by_form = [maker_of(form).make(form, samples, extents) for form in forms.forms] if samples else []
+    parts_by_form = [maker_of(form).make(form, samples, extents) for form in forms.forms]
     return [
         SampleRecord(
             index=sample.index,
@@ -76,14 +73,13 @@ def make_records(
 
 
 def measure_errors(outputs: BatchOutputs, records: Sequence[SampleRecord], forms: Held) -> Errors:
-    """What coding cost the rows of these records that count, from outputs with check outputs."""
-    positions = {index: number for number, index in enumerate(outputs.indices)}
-    samples = [outputs[positions[record.index]] for record in records]
+    """What coding cost the rows that count, of the records of a batch with check outputs."""
+    samples = [outputs[number] for number in range(len(records))]
     return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
 
 
 _MOST_GROUPS: Final = 1000
-"""Batches that are looked through for samples that run together and give numbers."""
+"""Batches that are looked through for samples that run together."""
 
 
 def check_company(work: TeacherRun, forms: Held | None = None) -> None:
@@ -95,39 +91,36 @@ def check_company(work: TeacherRun, forms: Held | None = None) -> None:
     """
     lengths = work.inputs.lengths
     groups = list(itertools.islice(work.groups(range(len(work.inputs))), _MOST_GROUPS))
-    # The longest and the shortest of a batch. First those of which padding is the largest part, as it may move them.
+    # The longest and the shortest of a batch, of that in which padding is the largest part, as it may move them.
     pairs = [(group[0], group[-1]) for group in groups if len(group) > 1]
     pairs.sort(key=lambda pair: int(lengths[pair[1]]) / max(int(lengths[pair[0]]), 1))
-    for batch in pairs or reversed(groups):
-        alone = work.squeeze(work.inputs.batch(batch[-1:]), checked=forms is None)
-        if find_faults(work, alone, stop=False):
-            continue  # judged when it is its turn
-        try:
-            described = forms or describe_forms(work, alone)
-            (record,) = make_records(alone, batch[-1:], described, work.inputs.seed)
-        except ShdError:
-            if forms is not None:
-                raise
-            return  # it is refused where it is to be stored
-        parts = {**record.parts}  # as they are read again
-        for form in described.forms:
-            coded = (part.name for part in form.parts if part.dtype == U8)
-            parts |= dict(zip(coded, form.pack(record), strict=True))
-        record = replace(record, parts=parts)
-        # Where activations are rounded to integers, a last bit may move a map by much.
-        dtype = "bfloat16" if rounds_in_run(work.graph.model) else work.graph.dtype
-        for part, company in enumerate(work.squeeze_parts(work.inputs.batch(batch))):
-            for form in described.forms:
-                maker = maker_of(form)
-                try:
-                    if maker.BY_LAYER or not part:
-                        maker.recheck(form, dtype, company[len(batch) - 1], record, COMPARED_ENTRIES)
-                except ShdError as error:
-                    if error.code != "cache-mismatch":
-                        raise
-                    raise graph_unsupported(
-                        "the teacher must give a sample in company what it gives it alone; its results change with "
-                        f"the other samples of the batch, with their padding, or from run to run ({error}): "
-                        f"{EXPORT_OTHERWISE}{', or run samples alone (--batch-size 1)' * (len(batch) > 1)}"
-                    ) from error
-        return
+    batch = (pairs or groups[-1:])[0]
+    alone = work.squeeze(work.inputs.batch(batch[-1:]), checked=forms is None)
+    check_finite(work, alone)
+    try:
+        described = forms or describe_forms(work, alone)
+        (record,) = make_records(alone, described, work.inputs.seed)
+    except ShdError:
+        if forms is not None:
+            raise
+        return  # it is refused where it is to be stored
+    parts = {**record.parts}  # as they are read again
+    for form in described.forms:
+        coded = (part.name for part in form.parts if part.dtype == U8)
+        parts |= dict(zip(coded, form.pack(record), strict=True))
+    record = replace(record, parts=parts)
+    # Where activations are rounded to integers, a last bit may move a map by much.
+    dtype = "bfloat16" if rounds_in_run(work.graph.model) else work.graph.dtype
+    for part, company in enumerate(work.squeeze_parts(work.inputs.batch(batch))):
+        for maker, form in ((maker_of(form), form) for form in described.forms):
+            try:
+                if maker.BY_LAYER or not part:
+                    maker.recheck(form, dtype, company[len(batch) - 1], record, COMPARED_ENTRIES)
+            except ShdError as error:
+                if error.code != "cache-mismatch":
+                    raise
+                raise graph_unsupported(
+                    "the teacher must give a sample in company what it gives it alone; its results change with "
+                    f"the other samples of the batch, with their padding, or from run to run ({error}): "
+                    f"{EXPORT_OTHERWISE}{', or run samples alone (--batch-size 1)' * (len(batch) > 1)}"
+                ) from error
