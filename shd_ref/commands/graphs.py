@@ -48,7 +48,7 @@ def inspect(teacher: TeacherPath, /, *, sites: str | None = None) -> Document:
     model = load_teacher(teacher)
     everything, specs = find_sites(model), input_specs(model)
     chosen = select_sites(everything, sites)
-    decoder = find_kinds(model, everything, specs).decoder_inputs
+    decoder = find_kinds(everything, specs).decoder_inputs
     console.print(_table(teacher, chosen))
     for reason in _reasons(chosen):
         console.print(reason, highlight=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from rich.filesize import decimal
 from rich.table import Table
@@ -15,7 +15,7 @@ from rich.table import Table
 from shd_ref.commands.options import InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of, option_words
 from shd_ref.commands.program import Document
 from shd_ref.commands.terminal import console, narrow_table, plus_minus, print_remarks, show_progress
-from shd_ref.teacher.options import MATCHED, MeasuredRun, PlannedOptions, PlanOptions, PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import FROM_1, MATCHED, MeasuredRun, PlannedOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Source
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs
 """Options that a student's folder says."""
 
 
-_DEFAULTS, _RUN, _PLAN_OPTIONS = PlannedOptions(), MeasuredRun(), PlanOptions()
+_DEFAULTS, _RUN = PlannedOptions(), MeasuredRun()
 
 
 def plan(
@@ -35,9 +35,10 @@ def plan(
     inputs: InputOptions,
     options: PlannedOptions = _DEFAULTS,
     run: MeasuredRun = _RUN,
-    plan_options: PlanOptions = _PLAN_OPTIONS,
     student_heads: StudentHeads = None,
     no_attention: NoAttention = False,
+    samples: Annotated[int, FROM_1] = 8,
+    read_bandwidth: float = 500.0,
 ) -> Document:
     """Measure bytes, time and error of every form and codec, and what merging heads costs the teacher.
 
@@ -45,12 +46,17 @@ def plan(
 
     Ends with the command that creates the cache, or the advice to use a live teacher, if reading a cache would be
     slower. Plans are compared by the error of the attention output that merging makes, layer by layer.
+
+    Args:
+        samples: Samples to run the teacher on.
+        read_bandwidth: Read bandwidth per training device, in MB per second, above 0.
     """
     heads_given, pooled = heads_of(student_heads, options, no_attention=no_attention)
     pooled = inputs.pool(pooled)
     # The command to paste has the options of a form, which are none of this command.
     students = [(PrecomputeOptions(**vars(pooled) | {"num_student_heads": heads}), None) for heads in heads_given]
-    return measure(teacher, inputs, inputs.open(), students, run, plan_options)
+    source = inputs.open()
+    return measure(teacher, inputs, source, students, run, samples=samples, read_bandwidth=read_bandwidth)
 
 
 def measure(
@@ -59,8 +65,9 @@ def measure(
     source: Source,
     students: Iterable[tuple[PrecomputeOptions, str | None]],
     run: RunOptions,
-    plan_options: PlanOptions | None = None,
     student: Path | None = None,
+    samples: int = 8,
+    read_bandwidth: float = 500.0,
 ) -> Document:
     """Forecast the cache of each student (options, and its place if asked for), print it, and return ``--json``."""
     from shd_ref.teacher.study.forecast import forecast_cache
@@ -74,7 +81,8 @@ def measure(
                 source,
                 options,
                 run,
-                plan_options,
+                samples=samples,
+                read_bandwidth=read_bandwidth,
                 on_progress=lambda done, total: on_progress(done, total, says="merge plans"),
             )
         print_remarks(*forecast.remarks)
@@ -163,25 +171,22 @@ def _forms(forecast: Forecast) -> Table:
 
 
 def _print_fidelity(results: Sequence[Fidelity]) -> None:
-    """A plan and strategy per row, in the order of their options, and which to prefer."""
-    from shd_ref.teacher.study.forecast import MOST_LOST, recommend
+    """A plan and strategy per row, in the order of their options."""
+    from shd_ref.teacher.study.forecast import MOST_LOST
 
     table = narrow_table()
     for name in ("merged by", "weights"):
         table.add_column(name)
     table.add_column("residual", justify="right")
-    advised, first = recommend(results), results[0]
+    least = min(results, key=lambda result: result.residual)
     for result in results:
         residual = plus_minus(result.residual, result.margin, most=4)
-        table.add_row(result.plan, result.strategy, residual, style="bold" * (result is advised))
+        table.add_row(result.plan, result.strategy, residual, style="bold" * (result is least))
     console.print()
     console.print(table)
     _say("residual: of the attention output with its heads merged, a mean over layers; ±: 95% over samples")
-    if advised is not first:
-        way = f"--plan {advised.plan} --strategy {advised.strategy}"
-        _say(f"{way} keeps more of the teacher than {first.plan} {first.strategy}; training: docs/choose.md")
-    if advised.residual > MOST_LOST:
-        error = f"{advised.residual:.0%}"
+    if least.residual > MOST_LOST:
+        error = f"{least.residual:.0%}"
         _say(f"attention is off by {error}; no student was shown to gain above 52%: take more heads")
     if all(result.plan != MATCHED for result in results):
         _say("no matched plan was measured: it needs networkx (pip install '.[oracles]' in a checkout) and samples")

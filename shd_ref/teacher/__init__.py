@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shd_ref.teacher.graph.targets import find_targets as find_targets
     from shd_ref.teacher.opening.load import load_teacher as load_teacher
     from shd_ref.teacher.opening.model import hash_teacher as hash_teacher
-    from shd_ref.teacher.options import PlanOptions as PlanOptions
     from shd_ref.teacher.options import PrecomputeOptions as PrecomputeOptions
     from shd_ref.teacher.options import RunOptions as RunOptions
     from shd_ref.teacher.precompute.compare import compare_with_reference as compare_with_reference
@@ -46,7 +45,7 @@ _ROOMS = {
     "graph.targets": ("find_targets",),
     "opening.load": ("load_teacher",),
     "opening.model": ("hash_teacher",),
-    "options": ("PlanOptions", "PrecomputeOptions", "RunOptions"),
+    "options": ("PrecomputeOptions", "RunOptions"),
     "precompute.compare": ("compare_with_reference",),
     "precompute.engine": ("PrecomputeSummary",),
     "rewrite.function": ("MergeRule",),

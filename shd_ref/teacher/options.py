@@ -322,7 +322,6 @@ class RunOptions:
 
     Attributes:
         mask: The graph's padding mask of 0 and 1, if not attention_mask.
-        decoder_mask: The same for a decoder with cross-attention, if not decoder_attention_mask.
         batch_size: Samples per teacher call.
         batch_tokens: Positions per teacher call, instead of --batch-size: more samples per call if they are short.
         samples_per_shard: Samples per shard. Default: about 256 MiB, at least 16 shards.
@@ -336,7 +335,6 @@ class RunOptions:
     """
 
     mask: Annotated[str | None, READING] = None
-    decoder_mask: Annotated[str | None, READING] = None
     batch_size: Annotated[int, RUNNING, FROM_1] = 16
     batch_tokens: Annotated[int | None, RUNNING, FROM_1] = None
     samples_per_shard: Annotated[int | None, STORING, FROM_1] = None
@@ -368,42 +366,6 @@ class MeasuredRun(RunOptions):
 
     samples_per_shard: Annotated[int | None, UNASKED] = None
     shards: Annotated[tuple[int, int], UNASKED] = (0, 1)
-
-
-@OPTIONS
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a forecast measures, and what for.
-
-    The default of ``max_error``, a mean total variation, is a convention: on 256 tokens ``sqrt8-row`` moves less than
-    half of it, and ``u4`` several times as much.
-
-    Attributes:
-        samples: Samples to run the teacher on.
-        read_bandwidth: Read bandwidth per training device, in MB per second, above 0.
-        max_error: Largest mean share of a row's probability that coding may move, above 0.
-        fidelity_samples: Samples to compare merge plans on; 0: none.
-    """
-
-    samples: Annotated[int, FROM_1] = 8
-    read_bandwidth: float = 500.0
-    max_error: float = 0.01
-    fidelity_samples: Annotated[int, FROM_0] = 16
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second that a training device can be fed."""
-        return 1e6 * self.read_bandwidth
-
-    def check(self) -> None:
-        """Refuse what says nothing (``argument-value``)."""
-        for name, ok, rule in (
-            ("samples", self.samples >= 1, "be at least 1"),
-            ("fidelity_samples", self.fidelity_samples >= 0, "be at least 0"),
-            ("read_bandwidth", 0 < self.read_bandwidth < math.inf, "be above 0 MB a second"),
-            ("max_error", 0 < self.max_error <= 1, "be above 0, at most 1"),
-        ):
-            need(ok, "argument-value", name, rule, getattr(self, name))
 
 
 def check_options(options: PrecomputeOptions) -> None:

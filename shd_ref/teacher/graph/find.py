@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.forms.attention import KINDS, KindLayers
-from shd_ref.errors import ShdError, argument_value, graph_unsupported, inputs_invalid
+from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.layers import layer_map
 from shd_ref.teacher.graph.inputs import InputSpec, Shapes, probe_tensors
 from shd_ref.teacher.graph.measure import Measure, describe_contradiction, measure_site, static_shapes
@@ -183,7 +183,7 @@ def _is_named(site: AttentionSite, term: str) -> bool:
 
 
 DECODER_MASK: Final = "decoder_attention_mask"
-"""The decoder's mask, where none is named."""
+"""The decoder's mask, as exporters name it."""
 
 
 @dataclass(frozen=True)
@@ -200,18 +200,11 @@ class SiteKinds:
         return self.kinds.get(site.layer)
 
 
-def find_kinds(
-    model: onnx.ModelProto,
-    sites: Sequence[AttentionSite],
-    specs: Sequence[InputSpec],
-    decoder_mask: str | None = None,
-) -> SiteKinds:
+def find_kinds(sites: Sequence[AttentionSite], specs: Sequence[InputSpec]) -> SiteKinds:
     """Tell the kinds of all sites of a graph apart, by ``specs`` of its inputs."""
     readable = [site for site in sites if site.walk.probs is not None and site.walk.values is not None]
     crosses = [site for site in readable if site.cross]
     if not crosses:
-        if decoder_mask is not None:
-            raise _no_mask(decoder_mask, ())
         return SiteKinds({})
 
     def upstream(tensor: ir.Value | None) -> frozenset[str]:
@@ -240,18 +233,8 @@ def find_kinds(
             is_beside = made_of.isdisjoint(decoder) and not made_of.isdisjoint(sequences)
             kinds[site.layer] = "encoder" if site.probs in encoder_tensors or is_beside else "decoder"
     own_keys = {s.layer for s, tensors in zip(crosses, below, strict=True) if not cross_maps.isdisjoint(tensors)}
-    decoder_masks = [s.name for s in specs if s.name in decoder and len(s.shape) == 2 and s.part == "mask"]
-    if decoder_mask is None:
-        decoder_mask = DECODER_MASK if DECODER_MASK in decoder_masks else None
-    elif decoder_mask not in [s.name for s in specs if s.name in decoder and len(s.shape) == 2]:
-        raise _no_mask(decoder_mask, decoder_masks)
-    return SiteKinds(kinds, own_keys, decoder, decoder_mask)
-
-
-def _no_mask(name: str, masks: Sequence[str]) -> ShdError:
-    return inputs_invalid(
-        f"decoder_mask must be a (B, L) input that the decoder's rows alone depend on, {list(masks)}; got {name!r}"
-    )
+    masks = {spec.name for spec in specs if spec.name in decoder and spec.part == "mask"}
+    return SiteKinds(kinds, own_keys, decoder, DECODER_MASK if DECODER_MASK in masks else None)
 
 
 Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]

@@ -6,7 +6,7 @@ tensor enters the block: ``hidden_states[k]`` of Hugging Face.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -56,63 +56,37 @@ class TargetTensors:
     head: GraphHead | None = None
 
 
-def choose_targets(
-    model: onnx.ModelProto, sites: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
+def find_targets(
+    model: onnx.ModelProto, sites: Sequence[AttentionSite], options: PrecomputeOptions, kinds: SiteKinds | None = None
 ) -> TargetTensors:
-    """What the options ask for beside attention."""
-    of_decoder = bool(kinds.kinds)
-    own = [site for site in sites if kinds.kind(site) in (None, "decoder")]
-    if options.hidden_layers and of_decoder and not (own and kinds.decoder_inputs):
+    """The tensors of a graph that hold the logits, hidden states and embeddings that options ask for.
+
+    ``sites`` are all its attention sites, from ``find_sites``; ``kinds`` tell a decoder's apart, from ``find_kinds``.
+    """
+    of_decoder = kinds is not None and bool(kinds.kinds)
+    own = [site for site in sites if kinds is None or kinds.kind(site) in (None, "decoder")]
+    layers = sorted(set(options.hidden_layers))
+    if layers and kinds is not None and of_decoder and not (own and kinds.decoder_inputs):
         rule = "hidden states beside cross attention are a decoder's, with self-attention and inputs of its own"
         raise graph_unsupported(f"{rule}; this graph lacks them: run the teacher live (OnlineTeacher)", "CACHE-175")
     if options.embeddings is not None and of_decoder:
         rule = "embeddings are made of a single sequence, and this graph has a decoder's too"
         raise graph_unsupported(f"{rule}: export the encoder alone", "CACHE-181")
-    return find_targets(
-        model,
-        own,
-        logits=options.logits != "none",
-        output=options.logits_output,
-        hidden=options.hidden_layers,
-        pooled=options.embeddings is not None,
-        exact=options.exact,
-        of_decoder=of_decoder,
-    )
-
-
-def find_targets(
-    model: onnx.ModelProto,
-    sites: Sequence[AttentionSite],
-    *,
-    logits: bool = False,
-    output: str | None = None,
-    hidden: Iterable[int] = (),
-    pooled: bool = False,
-    exact: bool = False,
-    of_decoder: bool = False,
-) -> TargetTensors:
-    """The tensors of a graph that hold the logits, the chosen hidden states, and the last for embeddings.
-
-    Args:
-        sites: all its attention sites, from ``find_sites``; of an encoder-decoder the decoder's self-attention.
-        output: the graph output that holds the logits; by default ``logits``, or the only output that can.
-        hidden: layers, 0 to the number of sites.
-        exact: keep the head, and the states that it reads.
-        of_decoder: whether the sites are a decoder's, beside an encoder.
-    """
-    graph, layers = read_graph(model), sorted(set(hidden))
-    names = {LOGITS: _find_logits(graph, output)} if logits else {}
+    graph = read_graph(model)
+    names = {LOGITS: _find_logits(graph, options.logits_output)} if options.logits != "none" else {}
     if layers:
-        states = _find_hidden(graph, sites, layers, LAST_STATES[: 1 if of_decoder else 2])
+        states = _find_hidden(graph, own, layers, LAST_STATES[: 1 if of_decoder else 2])
         names |= {hidden_role(layer): state for layer, state in zip(layers, states, strict=True)}
-    if pooled:
+    if options.embeddings is not None:
         last = _last_state(graph, LAST_STATES)
         rule = f"be pooled from an output named {' or '.join(LAST_STATES)}"
         got = f"{', '.join(str(value.name) for value in graph.outputs)}: export the encoder so"
         need(last is not None, "graph-unsupported", "embeddings", rule, got, spec_id="CACHE-181")
         names[POOLED] = str(last)
-    head = _find_head(graph, _find_logits(graph, output, _LAST_NEEDS)) if exact else None
-    return TargetTensors(names | ({} if head is None else {LAST_ROLE: head.states}), head)
+    if not options.exact:
+        return TargetTensors(names)
+    head = _find_head(graph, _find_logits(graph, options.logits_output, _LAST_NEEDS))
+    return TargetTensors(names | {LAST_ROLE: head.states}, head)
 
 
 def dtype_of(model: onnx.ModelProto, sites: Sequence[AttentionSite], targets: TargetTensors) -> str:

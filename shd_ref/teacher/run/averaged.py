@@ -58,11 +58,12 @@ def open_others(first: Path, options: PrecomputeOptions) -> tuple[OtherTeacher, 
         with naming(f"--with-teacher {path}"):
             model = load_teacher(path, inline_bytes=_MOST_BYTES)
             try:
-                targets = find_targets(model, (), logits=True)
+                targets = find_targets(model, (), PrecomputeOptions(logits=options.logits))
             except ShdError:
                 if options.logits_output is None:
                     raise
-                targets = find_targets(model, (), logits=True, output=options.logits_output)
+                own = PrecomputeOptions(logits=options.logits, logits_output=options.logits_output)
+                targets = find_targets(model, (), own)
         others.append(OtherTeacher(path, model, targets.names[LOGITS], f"{LOGITS}-{number}"))
     return tuple(others)
 

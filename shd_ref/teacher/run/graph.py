@@ -27,7 +27,7 @@ from shd_ref.teacher.graph.find import (
     select_sites,
 )
 from shd_ref.teacher.graph.inputs import TOO_MUCH, InputSpec, input_specs
-from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, choose_targets, dtype_of
+from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_options
@@ -71,9 +71,7 @@ class TeacherGraph:
     others: tuple[OtherTeacher, ...]
 
     @classmethod
-    def open(
-        cls, path: Path, options: PrecomputeOptions, decoder_mask: str | None = None, callers: int = 0
-    ) -> TeacherGraph:
+    def open(cls, path: Path, options: PrecomputeOptions, callers: int = 0) -> TeacherGraph:
         """Load a file that is not trusted, find its attention, and choose what the options ask for."""
         model = load_teacher(path)
         # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
@@ -82,10 +80,10 @@ class TeacherGraph:
         endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
         if endless is not None:  # also where no attention is asked for
             raise graph_unsupported(endless)
-        kinds = find_kinds(model, sites, specs, decoder_mask)
+        kinds = find_kinds(sites, specs)
         selected = select_sites(sites, options.sites) if sites and options.has_attention else ()
         layers, meant, counts = choose_layers(sites, selected, kinds, options)
-        targets = choose_targets(model, sites, kinds, options)
+        targets = find_targets(model, sites, options, kinds)
         factors = choose_stored(model, layers, kinds, options)
         others = open_others(path, options)
         names = {

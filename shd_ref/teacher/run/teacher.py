@@ -127,7 +127,7 @@ class TeacherRun:
         check_run(run)
         on_cpu = is_cpu(run.provider)
         callers, num_threads = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else (0, run.num_threads)
-        graph = TeacherGraph.open(teacher, options, run.decoder_mask, callers)
+        graph = TeacherGraph.open(teacher, options, callers)
         plans = _known_plans(graph)
         # After what can be refused at once, because it reads the whole data set.
         inputs = _read_inputs(graph, source, run, on_read, input_names)

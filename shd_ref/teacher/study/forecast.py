@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from shd_ref.cache import Attention, CodecError, Errors, Extent, LogitsError, RowError, SampleRecord
 from shd_ref.cache.documents import sample_order
-from shd_ref.cache.forms import Forms
 from shd_ref.cache.forms.form import F32, Form
-from shd_ref.errors import ShdError
+from shd_ref.errors import ShdError, need
 from shd_ref.merging.plans import MergePlan, merge_plan
-from shd_ref.teacher.options import CODECS_OF, MATCHED, NO_FORM, PlanOptions, PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import CODECS_OF, MATCHED, NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.forms import check_company, describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
@@ -33,14 +32,16 @@ from shd_ref.teacher.run.teacher import TeacherRun
 from shd_ref.teacher.session import open_session
 from shd_ref.teacher.sources import Arrays, ArraySource, IndexedSource, Row, Source
 from shd_ref.teacher.study.intervals import half_width
-from shd_ref.tolerances import tie_width
 
 READ_SAMPLES: Final = 1000
 """Samples whose lengths are read: spread over the data set where any row is at hand, else the first."""
 ROUNDS: Final = 3
 """Timed runs of every batch, after one that warms up; the median counts."""
-LEAST_SAMPLES: Final = 8
-"""Fewer tell hardly anything apart: then samples that plans were matched on are compared too."""
+COMPARED_SAMPLES: Final = 16
+"""Samples on which plans are compared; with less than half as many held out, those of matching too."""
+MAX_ERROR: Final = 0.01
+"""Largest mean share of a row's probability that coding may move, a convention: on 256 tokens ``sqrt8-row`` moves
+less than half of it, and ``u4`` several times as much."""
 MOST_BYTES: Final = 2**29
 """Whole maps of a layer, in float32, of all samples that a plan may be matched on without being asked for."""
 MOST_LOST: Final = 0.6
@@ -90,7 +91,6 @@ class Fidelity:
         plan, strategy: in the words of ``PrecomputeOptions``; ``given`` for rounds.
         residual: relative error of the merged attention output, a mean over layers and samples.
         margin: half of its 95% interval, Student's t over samples; None of a single sample.
-        is_tied: whether these samples cannot tell it from the lowest, by paired intervals that hold at once.
         plans: the rounds of every layer.
     """
 
@@ -98,7 +98,6 @@ class Fidelity:
     strategy: str
     residual: float
     margin: float | None
-    is_tied: bool
     plans: tuple[MergePlan, ...] = field(repr=False)
 
 
@@ -133,24 +132,26 @@ def forecast_cache(
     inputs: Source | Arrays,
     options: PrecomputeOptions,
     run: RunOptions | None = None,
-    plan: PlanOptions | None = None,
     *,
+    samples: int = 8,
+    read_bandwidth: float = 500.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Forecast:
     """Measure a few samples and say what the cache of the whole data set would cost, in every form and codec.
 
-    Arguments are those of ``precompute``, whose form and codec do not matter here; ``plan`` says what is measured,
-    ``on_progress`` is called with plans compared and in all. Raises what ``TeacherRun`` does, and ``argument-value``,
-    ``graph-unsupported``, ``not-finite``.
+    Arguments are those of ``precompute``, whose form and codec do not matter here. The teacher runs on so many
+    ``samples``; a training device reads ``read_bandwidth`` MB a second; ``on_progress`` is called with plans compared
+    and in all. Raises what ``TeacherRun`` does, and ``argument-value``, ``graph-unsupported``, ``not-finite``.
     """
-    plan = plan or PlanOptions()
-    plan.check()
+    need(samples >= 1, "argument-value", "samples", "be at least 1", samples)
+    is_rate = 0 < read_bandwidth < math.inf
+    need(is_rate, "argument-value", "read_bandwidth", "be above 0 MB a second", read_bandwidth)
     source = inputs if isinstance(inputs, Source) else ArraySource(inputs)
     # Every codec codes the same maps, as the graph gives them for this one.
     uncoded = replace(options, form="maps", codec="float32") if options.has_attention else options
     work = TeacherRun.open(Path(teacher), _SampledSource(source, READ_SAMPLES), uncoded, run or RunOptions())
     check_company(work)
-    chosen, count = _spread(work.inputs.lengths, plan.samples), len(source)
+    chosen, count = _spread(work.inputs.lengths, samples), len(source)
     teacher_seconds = _time(_plain_runner(work), work.batches(chosen)) / len(chosen)
     choices: list[dict[str, str]] = [{"form": NO_FORM}]
     if options.has_attention:
@@ -158,76 +159,91 @@ def forecast_cache(
     measured, refused = [], []
     for asks in choices:
         try:
-            measured.append(_measure_way(work.storing(**asks), asks, chosen))
+            measured.append(_measure_way(work.storing(**asks), asks, chosen, count, teacher_seconds))
         except ShdError as error:
             if error.code not in _REFUSALS:
                 raise
             refused.append(f"{asks['form']}: {error}")
-    ways = tuple(_forecast_way(way, count, teacher_seconds) for way in measured)
-    taken, last = advise(ways, plan.max_error), measured[-1]
-    attention = last.forms.find(Attention)
+    ways, last = tuple(way.forecast for way in measured), measured[-1]
+    taken = advise(ways)
     return Forecast(
         num_samples=count,
         read_samples=len(work.inputs),
         measured_samples=len(chosen),
         mean_length=float(last.lengths.mean()),
         max_length=int(last.lengths.max()),
-        support="" if attention is None else attention.support,
+        support=last.support,
         teacher_seconds=teacher_seconds,
         squeeze_seconds=_time(work.storing(**taken.asks).squeeze, work.batches(chosen)) / len(chosen),
         ways=ways,
         taken=taken,
-        pays=taken.break_even <= plan.bandwidth,
-        beside=tuple(
-            TargetForecast(form.SUBJECT, form.codec, count * last.sizes[form.SUBJECT], last.errors[form.SUBJECT])
-            for form in last.forms.forms
-            if not isinstance(form, Attention)
-        ),
+        pays=taken.break_even <= 1e6 * read_bandwidth,
+        beside=last.beside,
         refused=tuple(dict.fromkeys(refused)),
         remarks=work.remarks,
-        fidelity=compare_plans(work, plan.fidelity_samples, on_progress),
+        fidelity=compare_plans(work, on_progress),
     )
 
 
-def advise(ways: Sequence[FormForecast], max_error: float) -> FormForecast:
+def advise(ways: Sequence[FormForecast]) -> FormForecast:
     """The smallest way that is exact enough, of equal ones the most exact; where none is, the most exact."""
-    exact = [way for way in ways if way.error.tv_mean <= max_error]
+    exact = [way for way in ways if way.error.tv_mean <= MAX_ERROR]
     if not exact:
         return min(ways, key=lambda way: (way.error.tv_mean, way.bytes_per_sample))
     return min(exact, key=lambda way: (way.bytes_per_sample, way.error.tv_mean))
 
 
 class _Way(NamedTuple):
-    """One form and codec: errors of samples that ran, and bytes a record by subject, of all known lengths."""
+    """One form and codec, what is held next to attention, and all known lengths."""
 
-    asks: dict[str, str]
-    forms: Forms
-    errors: Errors
-    sizes: dict[str, float]
+    forecast: FormForecast
+    beside: tuple[TargetForecast, ...]
+    support: str
     lengths: NDArray[np.int64]
-    positions: float  # without padding in front, which counts for no form, though maps keep its rows
 
 
-def _measure_way(work: TeacherRun, asks: dict[str, str], chosen: Sequence[int]) -> _Way:
-    """Run some samples as they would be stored."""
+def _measure_way(
+    work: TeacherRun, asks: dict[str, str], chosen: Sequence[int], count: int, teacher_seconds: float
+) -> _Way:
+    """Run some samples as they would be stored, and count the bytes of records of all known lengths."""
     inputs = work.inputs
     parts: list[Errors] = []
     extents: list[Extent] = []
     for batch in work.checked_batches(chosen):
         outputs = work.squeeze(batch, checked=True)
         check_finite(work, outputs)
-        forms = describe_forms(work, outputs)
-        records = make_records(outputs, forms, inputs.seed)
-        parts.append(measure_errors(outputs, records, forms))
+        stored = describe_forms(work, outputs)
+        records = make_records(outputs, stored, inputs.seed)
+        parts.append(measure_errors(outputs, records, stored))
         extents += [record.extent for record in records]
+    # Padding in front counts for no form, though maps keep its rows.
     lengths, counted = inputs.lengths, inputs.lengths - inputs.firsts
     if not lengths.any():  # images have no lengths among their inputs: those of their maps
         lengths = counted = np.array([extent.length for extent in extents])
     elif not records[0].shapes:
         sizes = zip(lengths.tolist(), inputs.firsts.tolist(), inputs.decoder_lengths.tolist(), strict=True)
-        extents = [forms.extent_of(Extent(length, first, decoder=decoder)) for length, first, decoder in sizes]
-    means = {form.SUBJECT: statistics.fmean(record_sizes(form, records[0], extents)) for form in forms.forms}
-    return _Way(asks, forms, Errors.merged(parts), means, lengths, float(counted.mean()))
+        extents = [stored.extent_of(Extent(length, first, decoder=decoder)) for length, first, decoder in sizes]
+    bytes_of = {form.SUBJECT: statistics.fmean(record_sizes(form, records[0], extents)) for form in stored.forms}
+    errors, attention, mean = Errors.merged(parts), stored.find(Attention), sum(bytes_of.values())
+    moved = next((error for error in errors.values() if isinstance(error, CodecError | LogitsError)), None)
+    forecast = FormForecast(
+        form=asks["form"],
+        codec=" and ".join(form.codec for form in stored.forms) if attention is None else attention.codec,
+        asks=asks,
+        bytes_per_sample=mean,
+        bytes_per_token=mean / float(counted.mean()),
+        total_bytes=mean * count,
+        break_even=mean / teacher_seconds,
+        error=CodecError(0.0, 0.0, 0.0, 0)
+        if moved is None
+        else CodecError(moved.kl_mean, moved.kl_max, moved.tv_mean, moved.rows),
+    )
+    beside = tuple(
+        TargetForecast(form.SUBJECT, form.codec, count * bytes_of[form.SUBJECT], errors[form.SUBJECT])
+        for form in stored.forms
+        if not isinstance(form, Attention)
+    )
+    return _Way(forecast, beside, "" if attention is None else attention.support, lengths)
 
 
 def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> Iterator[int]:
@@ -240,54 +256,27 @@ def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) ->
         yield sum(width * math.prod(shape) for width, shape in zip(widths, form.part_shapes(extent), strict=True))
 
 
-def _forecast_way(way: _Way, count: int, teacher_seconds: float) -> FormForecast:
-    attention, mean = way.forms.find(Attention), sum(way.sizes.values())
-    moved = next((error for error in way.errors.values() if isinstance(error, CodecError | LogitsError)), None)
-    return FormForecast(
-        form=way.asks["form"],
-        codec=" and ".join(form.codec for form in way.forms.forms) if attention is None else attention.codec,
-        asks=way.asks,
-        bytes_per_sample=mean,
-        bytes_per_token=mean / way.positions,
-        total_bytes=mean * count,
-        break_even=mean / teacher_seconds,
-        error=CodecError(0.0, 0.0, 0.0, 0)
-        if moved is None
-        else CodecError(moved.kl_mean, moved.kl_max, moved.tv_mean, moved.rows),
-    )
+def compare_plans(work: TeacherRun, on_progress: Callable[[int, int], None] | None = None) -> tuple[Fidelity, ...]:
+    """The residual of a few plans, by the strategy that was asked for and by a constant 1/2; none without attention.
 
-
-def compare_plans(
-    work: TeacherRun, most: int, on_progress: Callable[[int, int], None] | None = None
-) -> tuple[Fidelity, ...]:
-    """The residual of a few plans, by the strategy that was asked for and by a constant 1/2.
-
-    Samples that plans are matched on are held out where enough others are left. None without attention.
+    Samples that plans are matched on are held out where enough others are left.
     """
-    if not work.graph.layers or not most:
+    if not work.graph.layers:
         return ()
     order = [int(index) for index in sample_order(len(work.inputs), work.run.seed)]
     held_out = order[work.options.calibration_samples :]
-    chosen = (held_out if len(held_out) >= LEAST_SAMPLES else order)[:most]
-    plans = list(_plans(work, order))
-    ways: list[tuple[str, str, tuple[MergePlan, ...], NDArray[np.float64]]] = []
+    chosen = (held_out if 2 * len(held_out) >= COMPARED_SAMPLES else order)[:COMPARED_SAMPLES]
+    plans, results = list(_plans(work, order)), []
     for number, (plan, rounds) in enumerate(plans, 1):
         residuals = _residuals(replace(work, plans=rounds), chosen)
         by_strategy = dict(zip((work.options.strategy, "constant"), residuals.T, strict=True))
-        ways += [(plan, strategy, rounds, of_samples) for strategy, of_samples in by_strategy.items()]
+        results += [
+            Fidelity(plan, strategy, float(of_samples.mean()), half_width(of_samples), rounds)
+            for strategy, of_samples in by_strategy.items()
+        ]
         if on_progress is not None:
             on_progress(number, len(plans))
-    least = min((way[-1] for way in ways), key=lambda residuals: float(residuals.mean()))
-    return tuple(
-        Fidelity(plan, strategy, float(residuals.mean()), half_width(residuals), is_tied, rounds)
-        for plan, strategy, rounds, residuals in ways
-        for is_tied in [_is_tied(residuals, least, len(ways))]
-    )
-
-
-def recommend(results: Sequence[Fidelity]) -> Fidelity:
-    """The first, which has the fewest options, of those that cannot be told from the lowest."""
-    return next(result for result in results if result.is_tied)
+    return tuple(results)
 
 
 def _plans(work: TeacherRun, order: Sequence[int]) -> Iterator[tuple[str, tuple[MergePlan, ...]]]:
@@ -317,13 +306,6 @@ def _residuals(work: TeacherRun, chosen: Sequence[int]) -> NDArray[np.float64]:
                 compared[index] += compare_layers(outputs[[number]].layers, work.callers)
     means = [Comparison.merged(layers) for layers in compared.values()]
     return np.array([[mean.residual, mean.constant_residual] for mean in means])
-
-
-def _is_tied(residuals: NDArray[np.float64], least: NDArray[np.float64], count: int) -> bool:
-    """Whether one of so many ways loses no more than the least; a difference by rounding is none on any processor."""
-    margin = half_width(residuals - least, count - 1)
-    rounding = tie_width() * max(float(residuals.mean()), tie_width())
-    return margin is None or float((residuals - least).mean()) <= max(margin, rounding)
 
 
 def _spread(lengths: NDArray[np.int64], count: int) -> list[int]:

@@ -92,8 +92,7 @@ def rerun_teacher(
     others = tuple(map(Path, with_teachers or ()))
     options = PrecomputeOptions(**options_for(manifest, has_targets=has_targets) | {"with_teachers": others})
     # Alone, as a record is a sample's own: in a batch, padding may move what was made one at a time.
-    masks = manifest.inputs.mask, manifest.inputs.decoder_mask
-    run = RunOptions(*masks, batch_size=1, provider=provider)
+    run = RunOptions(manifest.inputs.mask, batch_size=1, provider=provider)
     work = TeacherRun.open(Path(teacher), inputs, options, run, input_names=manifest.inputs.names)
     count = len(work.inputs)
     keys = map(work.inputs.key, range(count))

@@ -165,6 +165,11 @@ def test_classifiers_and_routers_are_no_sites() -> None:
     build = GraphBuilder()
     scores = build.op("MatMul", "x", random_projection(6, 4))
     routed = build.op("MatMul", build.op("Softmax", scores, axis=-1), random_projection(4, 6))
+    # The shares of the best experts are scaled to one, and sum what these give.
+    shares = build.op("Softmax", scores, axis=-1)
+    scaled = build.op("Div", shares, build.op("ReduceSum", shares, [-1], keepdims=1))
+    experts = build.op("Relu", build.op("MatMul", routed, random_projection(6, 4, 2)))
+    routed = build.op("Add", routed, build.op("ReduceSum", build.op("Mul", scaled, experts), [-1], keepdims=1))
     output = build.op("Softmax", build.op("MatMul", routed, random_projection(6, 3)), axis=-1)
     assert find_sites(build.model({"x": (TensorProto.FLOAT, ["batch", "length", 6])}, [output])) == ()
 

@@ -33,6 +33,7 @@ from shd_ref.teacher import (
     projection_of,
     squeeze_graph,
 )
+from shd_ref.teacher.rewrite.tiles import find_tiles
 
 Feeds = Mapping[str, NDArray[Any]]
 
@@ -92,6 +93,18 @@ def plus_one(build: GraphBuilder, logits: str) -> str:
     return build.op("Div", powers, build.op("Add", np.float32(1), row_sum(build, powers)))
 
 
+def plus_one_from_the_maximum(build: GraphBuilder, logits: str) -> str:
+    highest = build.op("ReduceMax", logits, [-1])
+    powers = build.op("Exp", build.op("Sub", logits, highest))
+    return build.op("Div", powers, build.op("Add", build.op("Exp", build.op("Neg", highest)), row_sum(build, powers)))
+
+
+def competing_rows(build: GraphBuilder, logits: str) -> str:
+    """Slot attention: rows compete for keys, and each row's share is scaled to one."""
+    shares = build.op("Softmax", logits, axis=-2)
+    return build.op("Div", shares, row_sum(build, shares))
+
+
 def masked_powers(build: GraphBuilder, logits: str) -> str:
     powers = build.op("Mul", build.op("Exp", logits), CAUSAL)
     return build.op("Div", powers, build.op("Clip", row_sum(build, powers), np.float32(1e-6)))
@@ -111,6 +124,8 @@ def squares(build: GraphBuilder, logits: str) -> str:
 NORMALISED: dict[str, tuple[Change, str]] = {
     "written out": (written_out, "one"),
     "plus one": (plus_one, "at_most_one"),
+    "plus one from the maximum": (plus_one_from_the_maximum, "at_most_one"),
+    "competing rows": (competing_rows, "one"),
     "masked powers": (masked_powers, "one"),
     "masked behind": (masked_behind, "one"),
     "squares": (squares, "one"),
@@ -123,7 +138,10 @@ NORMALISED: dict[str, tuple[Change, str]] = {
 def test_rows_that_are_scaled_to_one_in_every_form(form: str) -> None:
     normalise, row_sums = NORMALISED[form]
     model = attention_on_inputs(normalise=normalise)
-    assert only_site(model).row_sums == row_sums
+    site = only_site(model)
+    assert site.row_sums == row_sums
+    (tiles,) = find_tiles(model, [site])
+    assert str(tiles.reason).startswith("Softmax stands on the way") == (form == "competing rows")
     sums = check_outputs(model, inputs_of()).sum(axis=-1)
     assert (sums < 0.99).any() if row_sums == "at_most_one" else np.allclose(sums, 1, atol=1e-5)
 
@@ -455,6 +473,16 @@ REFUSED: dict[str, list[tuple[str, Change]]] = {
 }
 
 
+def linear_attention() -> onnx.ModelProto:
+    """Keys and values are multiplied first; the softmax of a query is over its features."""
+
+    def multiply(build: GraphBuilder, _: str) -> str:
+        memory = build.op("MatMul", build.op("Transpose", build.op("Exp", "k"), perm=[0, 1, 3, 2]), "k")
+        return build.op("MatMul", build.op("Softmax", "q", axis=-1), memory)
+
+    return attention_on_inputs(normalise=lambda _, logits: logits, multiply=multiply)
+
+
 def test_a_map_that_is_changed_after_the_softmax_is_no_distribution() -> None:
     with refusal("graph-unsupported", "changed after the softmax, as by a gate"):
         squeeze_and_compare(attention_on_inputs(change_probs=gated), inputs_of())
@@ -466,6 +494,7 @@ def test_a_map_that_is_changed_after_the_softmax_is_no_distribution() -> None:
         *((attention_on_inputs(**{name: change}), why) for why, rows in REFUSED.items() for name, change in rows),
         *((attention_on_inputs(change_probs=convolved, **shapes), "by Conv") for shapes in ({}, FIXED, OPEN)),
         (normalised_before_projection(), "they go to LayerNormalization"),
+        (linear_attention(), "it is linear attention"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

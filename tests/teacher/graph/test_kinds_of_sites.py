@@ -50,7 +50,7 @@ def test_what_reads_the_encoders_inputs_alone_has_its_positions(learned: bool, k
     model = beside(learned=learned)
     sites = find_sites(model)
     assert [site.supported for site in sites] == [True, True], sites
-    found = find_kinds(model, sites, input_specs(model))
+    found = find_kinds(sites, input_specs(model))
     assert [found.kind(site) for site in sites] == kinds
 
 
@@ -58,7 +58,7 @@ def test_a_mask_of_a_fixed_length_is_that_of_the_inputs_as_long() -> None:
     model = beside(learned=False)
     for value in model.graph.input:
         value.type.tensor_type.shape.dim[1].dim_value = 6
-    found = find_kinds(model, find_sites(model), input_specs(model))
+    found = find_kinds(find_sites(model), input_specs(model))
     assert found.decoder_inputs == ()
 
 

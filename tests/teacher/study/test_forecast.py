@@ -14,7 +14,7 @@ from support.attention_graphs import bare_attention, bare_samples, language_mode
 from support.commands import shd
 
 from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Receipt
-from shd_ref.teacher import PlanOptions, PrecomputeOptions, RunOptions, forecast_cache
+from shd_ref.teacher import PrecomputeOptions, RunOptions, forecast_cache
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.study.forecast import Forecast, FormForecast, advise
 
@@ -43,7 +43,7 @@ def stored_sizes(folder: Path) -> list[int]:
 def test_every_form_and_codec_is_forecast_as_it_is_written(teacher: Path, tmp_path: Path, front: bool) -> None:
     inputs = {name: array[:, ::-1] if front else array for name, array in make_tokens().items()}
     counted = inputs["attention_mask"].sum()
-    forecast = forecast_cache(teacher, inputs, OPTIONS, plan=PlanOptions(samples=5))
+    forecast = forecast_cache(teacher, inputs, OPTIONS, samples=5)
     assert (forecast.num_samples, forecast.read_samples, forecast.measured_samples) == (60, 60, 5)
     assert (forecast.mean_length, forecast.max_length) == ((20, 20) if front else (counted / 60, 20))
     assert [(way.form, way.codec) for way in forecast.ways] == [
@@ -119,7 +119,7 @@ def test_logits_and_hidden_states_count_in_every_form(tmp_path: Path) -> None:
 
 
 def test_a_long_data_set_is_read_in_part_and_lengths_are_represented(teacher: Path) -> None:
-    forecast = forecast_cache(teacher, make_tokens(1300), OPTIONS, plan=PlanOptions(samples=3))
+    forecast = forecast_cache(teacher, make_tokens(1300), OPTIONS, samples=3)
     assert (forecast.num_samples, forecast.read_samples) == (1300, 1000)
     assert forecast.ways[0].total_bytes == pytest.approx(1300 * forecast.ways[0].bytes_per_sample)
 
@@ -137,16 +137,11 @@ WAYS = [FLOAT32, SQRT8, U4, FLOAT16, INT8]
 
 
 def test_the_smallest_that_is_exact_enough_is_advised() -> None:
-    def taken(max_error: float, ways: list[FormForecast] = WAYS) -> str:
-        return advise(ways, max_error).title
-
-    assert taken(0.01) == "factored float16"
-    assert taken(0.02) == "factored int8"
-    assert taken(0.05) == "maps u4"
-    assert taken(1e-5) == "maps float32"
-    assert taken(1e-9, [SQRT8, U4]) == "maps sqrt8-row"  # none is: the nearest
+    assert advise(WAYS).title == "factored float16"
+    assert advise([FLOAT32, SQRT8, U4]).title == "maps sqrt8-row"
+    assert advise([INT8, U4]).title == "factored int8"  # none is: the nearest
     coarse = way("maps coarse", 90, 0.009)
-    assert taken(0.01, [coarse, *WAYS]) == "factored float16"  # as large, and more exact
+    assert advise([coarse, *WAYS]).title == "factored float16"  # as large, and more exact
 
 
 def test_the_form_turns_with_the_length(teacher: Path) -> None:
@@ -154,7 +149,7 @@ def test_the_form_turns_with_the_length(teacher: Path) -> None:
 
     def forecast(length: int) -> Forecast:
         inputs = token_samples(4, length, least=length)
-        return forecast_cache(teacher, inputs, OPTIONS, plan=PlanOptions(samples=2))
+        return forecast_cache(teacher, inputs, OPTIONS, samples=2)
 
     short, long = forecast(20), forecast(60)
     assert (short.taken.title, long.taken.title) == ("maps sqrt8-row", "factored float16")
@@ -180,12 +175,12 @@ def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path, monkeyp
     assert "--student-heads must be given unless" in shd("plan", *arguments[:-2], code=1)
     found = json.loads(shd("plan", *arguments, "--json", "--samples", "2"))
     assert (found["measured_samples"], found["fidelity"][0]["plan"]) == (2, "progressive")
-    assert "constant" not in shd("plan", *arguments, "--fidelity-samples", "0")
     assert len(found["ways"]) == 5
     slow = shd("plan", *arguments, "--read-bandwidth", "1e-9")
     assert "take: no cache; run the teacher while training" in slow
     assert "shd precompute" not in slow
-    assert "error (argument-value): --max-error must be" in shd("plan", *arguments, "--max-error", "2", code=1)
+    wrong = shd("plan", *arguments, "--read-bandwidth", "0", code=1)
+    assert "error (argument-value): --read-bandwidth must be" in wrong
     assert "inputs-invalid" in shd("plan", teacher, "--inputs", "absent.npz", "--student-heads", "2", code=1)
 
 

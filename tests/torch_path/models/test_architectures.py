@@ -67,11 +67,12 @@ def test_exported_found_and_squeezed(name: str, is_newer: bool, tmp_path: Path) 
         assert site.d_model == 32
         assert site.cross is False
 
-    targets = find_targets(teacher, sites, logits=False, hidden=())
+    targets = find_targets(teacher, sites, PrecomputeOptions())
     states = hidden_states_of(model, inputs)
     if states:
         has_logits = "logits" in {value.name for value in teacher.graph.output}
-        targets = find_targets(teacher, sites, logits=has_logits, hidden=range(len(sites) + 1))
+        asked = PrecomputeOptions(logits="topk" if has_logits else "none", hidden=tuple(range(len(sites) + 1)))
+        targets = find_targets(teacher, sites, asked)
         assert len(set(targets.names) - {LOGITS}) == len(states) == len(sites) + 1
 
     mask = feeds.get("attention_mask")

@@ -112,7 +112,7 @@ def make_student(path: Made, layers: int = 1) -> Any:
 def test_the_sites_of_the_graph_are_told_apart(path: Made) -> None:
     model = load_teacher(path.graph)
     sites = find_sites(model)
-    kinds = find_kinds(model, sites, input_specs(model))
+    kinds = find_kinds(sites, input_specs(model))
     assert [kinds.kind(site) for site in sites] == ["encoder"] * 2 + ["decoder", "cross"] * 2
     manifest = CacheReader(path.cache).manifest
     assert manifest.inputs.decoder == ("decoder_attention_mask", "decoder_input_ids")

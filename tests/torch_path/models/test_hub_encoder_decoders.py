@@ -45,7 +45,7 @@ def test_records_hold_the_models_own_maps(tmp_path: Path) -> None:
     graph = load_teacher(teacher)
     sites = find_sites(graph)
     assert [site.reason for site in sites] == [None] * len(sites)
-    kinds = find_kinds(graph, sites, input_specs(graph))
+    kinds = find_kinds(sites, input_specs(graph))
     assert [str(kinds.kind(site)) for site in sites] == ["cross", "decoder"]
 
     # As many heads as the teacher's: a record holds its maps as they are.
