@@ -85,7 +85,6 @@ def measure(
                 read_bandwidth=read_bandwidth,
                 on_progress=lambda done, total: on_progress(done, total, says="merge plans"),
             )
-        print_remarks(*forecast.remarks)
         line = None
         if forecast.pays:
             default = PrecomputeOptions(1)
@@ -93,6 +92,7 @@ def measure(
             advised = replace(options, **usual | forecast.taken.asks)  # type: ignore[arg-type]
             line = precompute_command(teacher, inputs, advised, run, out=out, student=student)
         _print_forecast(forecast, options.num_student_heads, line)
+        print_remarks(*forecast.remarks)
         documents.append(asdict(forecast) | {"command": line})
     print_remarks(source.remark)
     return documents

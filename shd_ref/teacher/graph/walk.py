@@ -76,8 +76,8 @@ def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
         walks[node] += [Walk(inner, _inside_reason(node, graph)) for inner in inside]
     # Last, as what was met above is no remade map; a classifier's or router's softmax leads to no product at all.
     walked = {node for node, started in walks.items() if started}
-    for node, reason in _find_remade(graph, walked, met):
-        walks[node].append(Walk(node, reason))
+    for node in _find_remade(graph, walked, met):
+        walks[node].append(Walk(node, _REMADE))
     for node in graph:
         yield from walks[node]
 
@@ -297,39 +297,27 @@ _FOLLOWED: Final = (ADDING_OPS | SCALING_OPS | LAYOUT_OPS | MAP_CARRIERS | REPEA
 """What a map may be remade by. No product with a weight: the stream behind it, as of a router, is no map."""
 
 _REMADE: Final = (
-    "what multiplies its values is made of its map by {}, as in differential attention or with smoothed maps, and "
-    "need not be distributions over keys: choose other layers (--sites), or a teacher whose softmax multiplies the "
-    "values itself"
+    "what multiplies its values is made of its map by other operators, as in differential attention or with smoothed "
+    "maps, and need not be distributions over keys: choose other layers (--sites), or a teacher whose softmax "
+    "multiplies the values itself"
 )
 
 
-def _find_remade(
-    graph: ir.Graph, walked: Collection[ir.Node], met: Collection[ir.Node]
-) -> Iterator[tuple[ir.Node, str]]:
-    """Softmaxes whose numbers multiply values in another form, and why that is refused."""
-    told = set(met)
-    softmaxes = [node for node in graph if node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS]
-    for node in sorted(softmaxes, key=lambda node: node in walked):
-        for product, passed in _products_behind(node):
-            if product not in told:
-                told.add(product)
-                shown = ", ".join(sorted(passed - LAYOUT_OPS - REPEAT_OPS) or sorted(passed))
-                yield node, _REMADE.format(shown)
-                break
+def _find_remade(graph: ir.Graph, walked: Collection[ir.Node], met: Collection[ir.Node]) -> Iterator[ir.Node]:
+    """Softmaxes whose numbers multiply values in another form; of several the one that starts no walk itself."""
+    remade: dict[ir.Node, None] = {}
+    for product in (node for node in graph if is_value_product(node) and node not in met):
+        factors = operands(product)
+        apart = (
+            trace_back(factor, _FOLLOWED, lambda node: _is_softmax(node) and node not in walked) for factor in factors
+        )
+        softmaxes = (*apart, *(trace_back(factor, _FOLLOWED, _is_softmax) for factor in factors))
+        remade |= dict.fromkeys([softmax for softmax in softmaxes if softmax is not None][:1])
+    yield from remade
 
 
-def _products_behind(softmax: ir.Node) -> Iterator[tuple[ir.Node, frozenset[str]]]:
-    """Products with values of all that is made of a map, and the operators on the way there."""
-    queue: list[tuple[ir.Value, frozenset[str]]] = [(softmax.outputs[0], frozenset())]
-    seen = {softmax.outputs[0]}
-    for value, passed in queue:
-        for node, slot in value.uses():
-            if is_value_product(node):
-                yield node, passed
-            elif node.op_type in _FOLLOWED and product_weight(node, slot) is None:
-                new = [output for output in node.outputs if output not in seen]
-                seen.update(new)
-                queue += [(output, passed | {node.op_type}) for output in new]
+def _is_softmax(node: ir.Node) -> bool:
+    return node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS
 
 
 def trace_back(value: ir.Value | None, carriers: frozenset[str], found: Callable[[ir.Node], bool]) -> ir.Node | None:
@@ -436,7 +424,7 @@ class Spelling(NamedTuple):
 
 def read_map(node: ir.Node) -> Spelling | None:
     """The map that an operator gives, as far as this tells; None where it gives none."""
-    if node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS:
+    if _is_softmax(node):
         return Spelling(node.inputs[0], over_last_axis=_is_over_last_axis(node))
     logits, quotient = _read_log_softmax(node), read_quotient(node)
     if logits is not None:

@@ -95,24 +95,30 @@ OpenInputs: TypeAlias = Callable[[], Source | Arrays]
 Place: TypeAlias = str | os.PathLike[str]
 """A folder, or an address."""
 
-Engine: TypeAlias = Callable[
-    [Path, Source | Arrays | OpenInputs, Place, PrecomputeOptions, RunOptions, OnProgress | None, OnRead | None],
-    PrecomputeSummary,
-]
+
+@dataclass(frozen=True)
+class JobOrder:
+    """What a job is to make of what; an engine on other machines pickles it."""
+
+    teacher: Path
+    inputs: Source | Arrays | OpenInputs
+    out: Place
+    options: PrecomputeOptions
+    run: RunOptions
+
+    def prepare(self, on_read: OnRead | None = None) -> PrecomputeJob:
+        """Load the teacher, read the inputs, and compare the graph with the reference."""
+        inputs = self.inputs() if callable(self.inputs) else self.inputs
+        return PrecomputeJob(self.teacher, inputs, self.out, self.options, self.run, on_read)
+
+
+Engine: TypeAlias = Callable[[JobOrder, OnProgress | None, OnRead | None], "PrecomputeSummary"]
 """What runs a job: this process, or ``ray_engine.RayEngine``."""
 
 
-def run_here(
-    teacher: Path,
-    inputs: Source | Arrays | OpenInputs,
-    out: Place,
-    options: PrecomputeOptions,
-    run: RunOptions,
-    on_progress: OnProgress | None,
-    on_read: OnRead | None,
-) -> PrecomputeSummary:
+def run_here(order: JobOrder, on_progress: OnProgress | None, on_read: OnRead | None) -> PrecomputeSummary:
     """The engine that is this process."""
-    job = PrecomputeJob(teacher, inputs() if callable(inputs) else inputs, out, options, run, on_read)
+    job = order.prepare(on_read)
     job.write(job.missing, on_progress)
     return job.finish()
 
@@ -146,7 +152,7 @@ def precompute(
         ShdError: as ``TeacherRun``; ``graph-mismatch`` (in-graph squeeze against the reference), ``cache-mismatch``
             (the folder holds another job), ``cache-exists``, ``write-failed``, ``not-finite``.
     """
-    return engine(Path(teacher), inputs, out, options, run or RunOptions(), on_progress, on_read)
+    return engine(JobOrder(Path(teacher), inputs, out, options, run or RunOptions()), on_progress, on_read)
 
 
 class PrecomputeJob:

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from shd_ref.cache.storage.storage import is_address
 from shd_ref.errors import ShdError, argument_value
-from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-from shd_ref.teacher.precompute.engine import OnProgress, OnRead, OpenInputs, Place, PrecomputeJob, PrecomputeSummary
-from shd_ref.teacher.sources import Arrays, Source
+from shd_ref.teacher.precompute.engine import JobOrder, OnProgress, OnRead, PrecomputeJob, PrecomputeSummary
 
 try:
     import pyarrow as pa  # type: ignore[import-untyped]
@@ -26,21 +24,6 @@ except ImportError as error:
     raise ShdError(
         "dependency-missing", f"--engine ray needs the package {error.name}: pip install '.[ray]' (in a checkout)"
     ) from error
-
-
-@dataclass(frozen=True)
-class RayJob:
-    """What every actor needs to make any shard; it is pickled, and paths must mean the same on all machines."""
-
-    teacher: Path
-    open_inputs: OpenInputs
-    out: Place
-    options: PrecomputeOptions
-    run: RunOptions
-
-    def prepare(self, on_read: OnRead | None = None) -> PrecomputeJob:
-        """Load the teacher, read the inputs, and compare the graph with the reference."""
-        return PrecomputeJob(self.teacher, self.open_inputs(), self.out, self.options, self.run, on_read)
 
 
 @dataclass(frozen=True)
@@ -55,31 +38,21 @@ class RayEngine:
 
     workers: int | None = None
 
-    def __call__(
-        self,
-        teacher: Path,
-        inputs: Source | Arrays | OpenInputs,
-        out: Place,
-        options: PrecomputeOptions,
-        run: RunOptions,
-        on_progress: OnProgress | None,
-        on_read: OnRead | None,
-    ) -> PrecomputeSummary:
-        if not callable(inputs):
+    def __call__(self, order: JobOrder, on_progress: OnProgress | None, on_read: OnRead | None) -> PrecomputeSummary:
+        if not callable(order.inputs):
             raise argument_value("inputs must be what opens them, as every actor does; got opened ones")
-        others = tuple(path.absolute() for path in options.with_teachers)
-        place = out if isinstance(out, str) and is_address(out) else Path(out).absolute()
-        plan = RayJob(
-            teacher.absolute(),
-            inputs,
-            place,
-            replace(options, with_teachers=others),
-            replace(run, num_threads=run.num_threads or 1),
+        out, others = order.out, tuple(path.absolute() for path in order.options.with_teachers)
+        order = replace(
+            order,
+            teacher=order.teacher.absolute(),
+            out=out if isinstance(out, str) and is_address(out) else Path(out).absolute(),
+            options=replace(order.options, with_teachers=others),
+            run=replace(order.run, num_threads=order.run.num_threads or 1),
         )
-        job = plan.prepare(on_read)  # it makes the cache too: the actors adopt its plans
+        job = order.prepare(on_read)  # it makes the cache too: the actors adopt its plans
         total, written = job.count_samples(job.shards), 0
         done = total - job.count_samples(job.missing)
-        for shard, size, is_own in _run_shards(sorted(job.missing), plan, self.workers):
+        for shard, size, is_own in _run_shards(sorted(job.missing), order, self.workers):
             job.written.update([shard] * is_own)
             done, written = done + job.count_samples([shard]), written + size
             if on_progress is not None:
@@ -90,8 +63,8 @@ class RayEngine:
 class ShardWriter:
     """The actor: a teacher that is loaded once and makes the shards it is given."""
 
-    def __init__(self, plan: RayJob) -> None:
-        self._plan = plan
+    def __init__(self, order: JobOrder) -> None:
+        self._order = order
         self._job: PrecomputeJob | None = None
 
     def __call__(self, block: dict[str, NDArray[Any]]) -> dict[str, list[Any]]:
@@ -100,7 +73,7 @@ class ShardWriter:
         size, is_own, code, message = 0, False, "", ""
         try:
             if self._job is None:  # not when the actor is made, where errors cannot be returned
-                self._job = self._plan.prepare()
+                self._job = self._order.prepare()
             size = self._job.write(self._job.find_missing([shard]))
             is_own = shard in self._job.written
         except ShdError as error:
@@ -108,14 +81,14 @@ class ShardWriter:
         return {"shard": [shard], "bytes": [size], "own": [is_own], "code": [code], "message": [message]}
 
 
-def _run_shards(shards: Sequence[int], plan: RayJob, workers: int | None) -> Iterator[tuple[int, int, bool]]:
+def _run_shards(shards: Sequence[int], order: JobOrder, workers: int | None) -> Iterator[tuple[int, int, bool]]:
     """Each shard as it is written, with its bytes, and whether it was an actor of this job that wrote it."""
     if not shards:
         return
     if not ray.is_initialized():
         ray.init()
-    gpus = int(plan.run.provider in ("cuda", "CUDAExecutionProvider"))
-    cpus = plan.run.num_threads or 1
+    gpus = int(order.run.provider in ("cuda", "CUDAExecutionProvider"))
+    cpus = order.run.num_threads or 1
     cluster = ray.cluster_resources()  # type: ignore[no-untyped-call]
     room = int(cluster.get("CPU", 0)) // cpus
     room = min(room, int(cluster.get("GPU", 0))) if gpus else room
@@ -130,7 +103,7 @@ def _run_shards(shards: Sequence[int], plan: RayJob, workers: int | None) -> Ite
     counts = data.map_batches(
         ShardWriter,
         batch_size=None,  # a whole block, which is one shard
-        fn_constructor_args=(plan,),
+        fn_constructor_args=(order,),
         compute=ray.data.ActorPoolStrategy(size=min(workers or room, len(shards))),
         num_cpus=cpus,
         num_gpus=gpus or None,

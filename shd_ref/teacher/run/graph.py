@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache.forms.attention import KindLayers, TokenGroups
-from shd_ref.errors import ShdError, graph_unsupported
+from shd_ref.errors import ShdError, argument_value, graph_unsupported
 from shd_ref.merging.plans import MergePlan
 from shd_ref.teacher.graph.factors import SiteFactors, choose_stored
 from shd_ref.teacher.graph.find import (
@@ -26,10 +26,10 @@ from shd_ref.teacher.graph.find import (
     find_sites,
     select_sites,
 )
-from shd_ref.teacher.graph.inputs import TOO_MUCH, InputSpec, input_specs
+from shd_ref.teacher.graph.inputs import TOO_MUCH, InputSpec, count_rows, frozen_specs, input_specs, read_pads
 from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
-from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, take_weights
+from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, shares_scales, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import GROUPS_INPUT, SqueezedGraph, squeeze_graph
 from shd_ref.teacher.rewrite.tiles import Tiling
@@ -46,8 +46,11 @@ class TeacherGraph:
     Attributes:
         path, sha256: of the file; the hash of it and of its external data, waited for when asked for.
         model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
+        runs_alone: whether samples that run together would share the scales that round them.
+        specs, rows, pads: what it takes: its inputs, with groups of tokens where maps are pooled; of some inputs the
+            rows of the table that they choose from, and what they are padded with.
         sites, site_kinds: all its attention, supported or not, and what kind of attention each is.
-        options: what to make of the teacher.
+        options, groups: what to make of the teacher; how its tokens are pooled, if they are.
         layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
         num_student_layers, kinds: L_s and calls of each kind, where explicit pairs do not leave them open.
         num_heads: H of all layers; 0 without any.
@@ -59,9 +62,14 @@ class TeacherGraph:
     model: onnx.ModelProto
     bare: onnx.ModelProto
     weights: Weights
+    runs_alone: bool
+    specs: tuple[InputSpec, ...]
+    rows: Mapping[str, int]
+    pads: Mapping[str, int]
     sites: tuple[AttentionSite, ...]
     site_kinds: SiteKinds
     options: PrecomputeOptions
+    groups: TokenGroups | None
     layers: Chosen
     num_student_layers: int | None
     kinds: tuple[KindLayers, ...]
@@ -76,20 +84,24 @@ class TeacherGraph:
         model = load_teacher(path)
         # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
         sha256 = run_beside(functools.partial(hash_teacher, path), callers, daemon=True)
-        specs, sites = input_specs(model), find_sites(model)
+        taken, sites = input_specs(model), find_sites(model)
         endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
         if endless is not None:  # also where no attention is asked for
             raise graph_unsupported(endless)
-        kinds = find_kinds(sites, specs)
+        kinds = find_kinds(sites, taken)
         selected = select_sites(sites, options.sites) if sites and options.has_attention else ()
         layers, meant, counts = choose_layers(sites, selected, kinds, options)
         targets = find_targets(model, sites, options, kinds)
         factors = choose_stored(model, layers, kinds, options)
+        groups = None if options.groups is None else TokenGroups.parse(options.groups)
+        if groups is not None and kinds.kinds:
+            message = f"groups must be left out for a teacher with two sequences; got {options.groups}"
+            raise argument_value(message, "CACHE-131")
         others = open_others(path, options)
-        names = {
-            **targets.names,
-            **join_graphs(model, others),
-        }  # after the walk, which would find their attention too
+        # After the walk, which would find their attention too; what follows is of all teachers together.
+        names = {**targets.names, **join_graphs(model, others)}
+        specs = (*frozen_specs(model, [site.walk.probs for _, site in layers]), *groups_specs(groups))
+        rows, pads = count_rows(model), read_pads(model)
         bare, weights = take_weights(model)
         return cls(
             path=path,
@@ -97,9 +109,14 @@ class TeacherGraph:
             model=model,
             bare=bare,
             weights=weights,
+            runs_alone=shares_scales(model),
+            specs=specs,
+            rows=rows,
+            pads=pads,
             sites=sites,
             site_kinds=kinds,
             options=options,
+            groups=groups,
             layers=layers,
             num_student_layers=meant,
             kinds=counts,
@@ -140,10 +157,12 @@ class TeacherGraph:
         return masks
 
 
-def groups_specs(groups: TokenGroups) -> list[InputSpec]:
+def groups_specs(groups: TokenGroups | None) -> list[InputSpec]:
     """The column that holds a sample's groups, as if the graph took it: so it is checked, padded, and in the key."""
+    if groups is None or not groups.column:
+        return []
     axes: dict[str, tuple[str, ...]] = {"ids": ("B", "tokens"), "weights": ("B", "tokens", "groups")}
-    return [InputSpec(groups.column, "int64", axes[groups.kind])] if groups.column else []
+    return [InputSpec(groups.column, "int64", axes[groups.kind])]
 
 
 def batch_groups(groups: TokenGroups, batch: Batch) -> NDArray[Any]:
@@ -186,8 +205,6 @@ class Sessions:
 
     def __post_init__(self) -> None:
         self._opened: dict[bool, Session] = {}
-        asked = self.graph.options.groups
-        self.groups = None if asked is None else TokenGroups.parse(asked)
         self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(self.provider) else threading.Lock()
 
     def open(self, *, checked: bool = False) -> Session:
@@ -198,14 +215,14 @@ class Sessions:
         return self._opened[checked]
 
     def run(self, opened: Session, names: Sequence[str], batch: Batch) -> dict[str, NDArray[Any]]:
-        if self.groups is not None:
-            weights = np.maximum(batch_groups(self.groups, batch), 0).astype(np.float32)
+        if self.graph.groups is not None:
+            weights = np.maximum(batch_groups(self.graph.groups, batch), 0).astype(np.float32)
             batch = replace(batch, arrays=batch.arrays | {GROUPS_INPUT: weights})
         try:
             with self.turn:
                 values = run_batch(opened.session, names, batch)
         except ShdError as error:
-            if self.groups is None or "dimension mismatch" not in str(error):
+            if self.graph.groups is None or "dimension mismatch" not in str(error):
                 raise
             rule = f"groups {self.graph.options.groups} must have a place for each token of the teacher's maps"
             got = f"{weights.shape[2]} tokens: count those that are no patches (patches:14x14:7x7:1)"

@@ -186,7 +186,7 @@ class BatchOutputs:
 
 def check_finite(work: TeacherRun, outputs: BatchOutputs) -> None:
     """Refuse NaN and infinity on rows that count: ``not-finite``, naming the sample, its layer and head."""
-    indices, targets = outputs.indices, outputs.targets
+    indices = outputs.indices
     suspect = np.zeros(len(indices), dtype=np.bool_)
     for column, layer in enumerate(outputs.layers):
         rows = np.array(True) if layer.stored_mask is None else layer.stored_mask[:, None, :]
@@ -200,23 +200,17 @@ def check_finite(work: TeacherRun, outputs: BatchOutputs) -> None:
                     suspect |= (~np.isfinite(factor).all(axis=-1) & rows).any(axis=(1, 2))
         else:
             suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
-    numbers = np.flatnonzero(suspect).tolist()
-    if outputs.layers and outputs.layers[0].has_check:
-        suspects = [outputs[number] for number in numbers]
-    else:
-        suspects = []
-        for batch in work.checked_batches(indices[number] for number in numbers):
-            checked = work.squeeze(batch, checked=True)
-            suspects += [checked[number] for number in range(len(batch.indices))]
-    reasons = {sample.index: reason for sample in suspects if (reason := _why_not_finite(sample)) is not None}
-    for number, index in enumerate(indices if targets.arrays else ()):
-        title = _target_not_finite(work, outputs[number]) if index not in reasons else None
-        if title is not None:
-            reasons[index] = f"the teacher gives NaN or infinity in {title}"
-    if reasons:
-        index = min(reasons)
-        where = f"sample {index} (key {outputs.keys[indices.index(index)]})"
-        raise ShdError("not-finite", f"{where}: {reasons[index]}: check its inputs, or leave it out", "MAP-5")
+    for number, index in enumerate(indices):
+        reason, sample = None, outputs[number]
+        if suspect[number]:  # only check outputs tell a fault from a row that is empty
+            checked = bool(sample.layers) and sample.layers[0].has_check
+            sample = sample if checked else work.squeeze(work.inputs.batch([index]), checked=True)[0]
+            reason = _why_not_finite(sample)
+        reason = reason or _target_not_finite(work, outputs[number])
+        if reason is not None:
+            where = f"sample {index} (key {outputs.keys[number]})"
+            remedy = "check its inputs, or leave it out"
+            raise ShdError("not-finite", f"{where}: the teacher gives NaN or infinity {reason}: {remedy}", "MAP-5")
 
 
 def _target_not_finite(work: TeacherRun, sample: BatchOutputs) -> str | None:
@@ -226,7 +220,7 @@ def _target_not_finite(work: TeacherRun, sample: BatchOutputs) -> str | None:
         rows = array[..., : work.options.vocab_size] if role == LOGITS else array
         by_position = mask is not None and rows.shape[:-1] == mask.shape  # others are refused for that
         if not np.isfinite(rows[mask] if by_position else rows).all():
-            return _TITLES.get(role, role.replace("hidden-", "hidden state "))
+            return f"in {_TITLES.get(role, role.replace('hidden-', 'hidden state '))}"
     return None
 
 
@@ -257,8 +251,7 @@ def _why_not_finite(sample: BatchOutputs) -> str | None:
         uncounted = False if outputs.layer.rule.pooled else ~counted
         if len(heads) or not (merged | uncounted).all() or not np.isfinite(outputs.alphas).all():
             what = f"head {heads[0]}" if len(heads) else "in what is made of its maps"
-            where = f"layer {layer.student_layer} ({layer.site.name})"
-            return f"the teacher gives NaN or infinity at {where}, {what}"
+            return f"at layer {layer.student_layer} ({layer.site.name}), {what}"
     return None
 
 

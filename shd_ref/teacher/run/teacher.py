@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 from shd_ref.cache import Extent, Teacher
 from shd_ref.cache.codecs.logits import check_padding
 from shd_ref.cache.documents import sample_order
-from shd_ref.cache.forms.attention import TokenGroups
-from shd_ref.errors import graph_unsupported, need
+from shd_ref.errors import argument_value, graph_unsupported
 from shd_ref.merging.matching import match_factored
 from shd_ref.merging.plans import PLAN_KINDS, MergePlan, merge_plan, plan_groups
 from shd_ref.teacher.graph.find import projection_of
-from shd_ref.teacher.graph.inputs import check_bounds, count_rows, frozen_specs, read_pads
+from shd_ref.teacher.graph.inputs import check_bounds
 from shd_ref.teacher.graph.targets import LAST_ROLE, LOGITS, GraphHead, TargetTensors
-from shd_ref.teacher.opening.model import rounds_in_run, shares_scales
+from shd_ref.teacher.opening.model import rounds_in_run
 from shd_ref.teacher.options import MATCHED, PrecomputeOptions, RunOptions, check_options
 from shd_ref.teacher.rewrite.squeeze import SqueezedLayer, list_plans, squeeze_graph
 from shd_ref.teacher.rewrite.tiles import SiteTiles, Tiling, find_tiles
 from shd_ref.teacher.run.averaged import average_logits, check_masks
-from shd_ref.teacher.run.graph import Session, Sessions, TeacherGraph, batch_groups, groups_specs
+from shd_ref.teacher.run.graph import Session, Sessions, TeacherGraph, batch_groups
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
 from shd_ref.teacher.run.outputs import BatchOutputs, LayerOutputs, MapRows, TargetOutputs
 from shd_ref.teacher.session import (
@@ -91,9 +90,9 @@ class TeacherRun:
 
     def __post_init__(self) -> None:
         graph, asked = self.graph, self.asked
+        self.options = graph.options
         # A record must be its sample's alone: in a batch, others would move the scales that round it.
-        self.options, self._alone = graph.options, shares_scales(graph.model)
-        self.run = replace(asked, batch_size=1, batch_tokens=None) if self._alone else asked
+        self.run = replace(asked, batch_size=1, batch_tokens=None) if graph.runs_alone else asked
         self.masks = graph.masks_of(self.inputs)
         row_masks = {layer: self.masks[site.layer][0] for layer, site in graph.layers}
         if self.tiling is not None:
@@ -125,12 +124,26 @@ class TeacherRun:
         """
         check_options(options)
         check_run(run)
+        if options.groups is not None and run.tile:
+            raise argument_value(f"tile must be 0, or left out, where maps are pooled; got {run.tile}", "CACHE-131")
         on_cpu = is_cpu(run.provider)
         callers, num_threads = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else (0, run.num_threads)
         graph = TeacherGraph.open(teacher, options, callers)
         plans = _known_plans(graph)
         # After what can be refused at once, because it reads the whole data set.
-        inputs = _read_inputs(graph, source, run, on_read, input_names)
+        inputs = ModelInputs(
+            source,
+            graph.specs,
+            run.mask,
+            options.seed_column,
+            on_read,
+            input_names,
+            decoder=graph.site_kinds.decoder_inputs,
+            decoder_mask=graph.site_kinds.decoder_mask,
+            rows=graph.rows,
+            pads=graph.pads,
+            groups=None if graph.groups is None else graph.groups.column or None,
+        )
         tensors = [name for _, site in graph.layers for name in (site.probs, site.values)]
         check_bounds(graph.model, [*tensors, *graph.targets.names.values()], lambda: inputs.shortest().arrays)
         check_masks(graph.others, (inputs.mask, inputs.decoder_mask))
@@ -233,7 +246,7 @@ class TeacherRun:
             LayerOutputs.read(layer, values, masks[layer.student_layer], maps)
             for layer, maps in zip(graph.layers, made_again, strict=True)
         )
-        if self.sessions.groups is None:
+        if self.graph.groups is None:
             self._check_axes(batch, layers)
         keys = tuple(map(self.inputs.key, batch.indices))
         return BatchOutputs(batch.indices, keys, self._extents(batch, layers, of_batch), layers, of_batch)
@@ -268,8 +281,8 @@ class TeacherRun:
             length = batch.lengths[number]
             if self.inputs.mask is None:
                 length = positions or max(length, 1)  # an image has no positions
-            if self.sessions.groups is not None:
-                weights = batch_groups(self.sessions.groups, batch)
+            if self.graph.groups is not None:
+                weights = batch_groups(self.graph.groups, batch)
                 length = length if self.inputs.mask is not None else weights.shape[2]
                 count = int((weights[number] >= 0).any(axis=-1).sum())
                 shapes = [(count, count)] * len(layers)
@@ -305,7 +318,9 @@ class TeacherRun:
         for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
             rest = chosen
             while rest:
-                size = 1 if self._alone else self._count_targets(rest)  # also of a batch that the graph fixes
+                size = (
+                    1 if self.graph.runs_alone else self._count_targets(rest)
+                )  # also of a batch that the graph fixes
                 yield rest[:size]
                 rest = rest[size:]
 
@@ -374,37 +389,6 @@ def _known_plans(graph: TeacherGraph) -> tuple[MergePlan, ...]:
     return tuple(merge_plan(graph.num_heads, graph.options.num_student_heads, plan) for plan in plans)
 
 
-def _read_inputs(
-    graph: TeacherGraph,
-    source: Source | Arrays,
-    run: RunOptions,
-    on_read: Callable[[int, int], None] | None,
-    names: Collection[str] | None,
-) -> ModelInputs:
-    """Read the data set once, for what this graph takes, and for groups of tokens where maps are pooled."""
-    groups = None if graph.options.groups is None else TokenGroups.parse(graph.options.groups)
-    specs = frozen_specs(graph.model, [site.walk.probs for _, site in graph.layers])
-    if groups is not None:
-        rule, got = "be left out for a teacher with two sequences", graph.options.groups
-        need(not graph.kinds, "argument-value", "groups", rule, got, spec_id="CACHE-131")
-        rule = "be 0, or left out, where maps are pooled"
-        need(not run.tile, "argument-value", "tile", rule, run.tile, spec_id="CACHE-131")
-        specs = (*specs, *groups_specs(groups))
-    return ModelInputs(
-        source,
-        specs,
-        run.mask,
-        graph.options.seed_column,
-        on_read,
-        names,
-        decoder=graph.site_kinds.decoder_inputs,
-        decoder_mask=graph.site_kinds.decoder_mask,
-        rows=count_rows(graph.model),
-        pads=read_pads(graph.model),
-        groups=None if groups is None else groups.column or None,
-    )
-
-
 TILE_BYTES: Final = 2**24
 """Maps of a tile in float32, about."""
 WHOLE_BYTES: Final = 2**24
@@ -423,11 +407,11 @@ def choose_tile(heads: int, samples: int, rows: int, keys: int) -> int:
 
 def _choose_tiling(graph: TeacherGraph, inputs: ModelInputs, run: RunOptions) -> Tiling | None:
     """Tiles of query rows where whole maps of a batch are large, or as asked for."""
-    rows = run.tile if graph.options.groups is None else 0
+    rows = run.tile if graph.groups is None else 0
     if rows is None:
         longest = inputs.longest
         heads = max((site.num_heads or 1 for site in graph.sites), default=1)
-        samples = min(1 if shares_scales(graph.model) else run.batch_size, len(inputs))
+        samples = min(1 if graph.runs_alone else run.batch_size, len(inputs))
         if run.batch_tokens is not None:
             samples = min(samples, max(1, run.batch_tokens // max(longest, 1)))
         rows = choose_tile(heads, samples, longest, longest)
