@@ -33,12 +33,10 @@ def run_of(folder: Path) -> tuple[str | Path, ...]:
     return folder / "t.onnx", "--inputs", folder / "d.npz", "--student-heads", "2"
 
 
-@pytest.mark.parametrize("option", [("--max-length", "3"), ("--text-column", "input_ids")])
 @pytest.mark.parametrize("command", ["precompute", "plan", "verify", "report"])
-def test_options_of_text_are_refused_without_a_tokenizer(
-    made: Path, tmp_path: Path, command: str, option: tuple[str, str]
-) -> None:
+def test_options_of_text_are_refused_without_a_tokenizer(made: Path, tmp_path: Path, command: str) -> None:
     """Numbers are not cut, so a run that seems to have cut them must not happen."""
+    option = ("--max-length", "3")
     out = {"precompute": ("--out", tmp_path / "c"), "report": ("--out", tmp_path / "r.html")}.get(command, ())
     if command in ("verify", "report"):
         words: tuple[str | Path, ...] = (command, made / "c", *out, *option)
@@ -63,17 +61,12 @@ def test_every_command_says_how_many_texts_it_cut(tmp_path: Path) -> None:
     onnx.save(token_teacher(), tmp_path / "t.onnx")
     text = ("--inputs", tmp_path / "d.jsonl", "--tokenizer", tmp_path)
     said = f"2 of 3 texts were cut to 3 tokens, as {tmp_path} says (--max-length sets another number)"
-    heads, out = ("--student-heads", "2"), tmp_path / "c"
-    assert said in shd("precompute", tmp_path / "t.onnx", *text, *heads, "--out", out)
-    assert said in shd("verify", out, "--teacher", tmp_path / "t.onnx", *text)
-    shared = ("--out", tmp_path / "shared", "--samples-per-shard", "1", "--shards")
-    assert said in shd("precompute", tmp_path / "t.onnx", *text, *heads, *shared, "0/2")
-    assert said in shd("precompute", tmp_path / "t.onnx", *text, *heads, *shared, "1/2")
+    heads, out = ("--student-heads", "2"), tmp_path / "both/heads-2"
     both = ("--student-heads", "2,1", "--out", tmp_path / "both")
     assert shd("precompute", tmp_path / "t.onnx", *text, *both).count(said) == 1
+    assert said in shd("verify", out, "--teacher", tmp_path / "t.onnx", *text)
     assert said in shd("plan", tmp_path / "t.onnx", *text, *heads)
     assert said in shd("report", out, "--teacher", tmp_path / "t.onnx", *text, "--out", tmp_path / "r.html")
-    assert "were cut" not in shd("plan", tmp_path / "t.onnx", *text, *heads, "--max-length", "9")
     # Without its folder the tokenizer's file alone counts.
     alone = ("--inputs", tmp_path / "d.jsonl", "--tokenizer", tmp_path / "tokenizer.json")
     assert "were cut" not in shd("plan", tmp_path / "t.onnx", *alone, *heads)
@@ -82,10 +75,7 @@ def test_every_command_says_how_many_texts_it_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "place", "code"),
     [
-        ("report", "c/manifest.json", "argument-value"),
         ("report", "c/new/report.html", "argument-value"),
-        ("report", "link/../c/report.html", "argument-value"),
-        ("report", "c/report.html", "argument-value"),
         ("report", "link/report.html", "argument-value"),
         ("report", "absent/report.html", "write-failed"),
         ("report", "twin", "write-failed"),
@@ -117,8 +107,6 @@ def test_what_is_written_locally_takes_no_address(
     ("words", "said"),
     [
         (("--temperature", "0"), "(argument-value): --temperature must be a finite number above 0"),
-        (("--temperature", "-1"), "(argument-value): --temperature must be a finite number above 0"),
-        (("--temperature", "nan"), "(argument-value): --temperature must be a finite number above 0"),
         (("--provider", "Nope"), "(provider-unavailable): "),
         (("--threads", str(2**40)), "(argument-value): --threads must be 1 to 1024"),
         (("--seed", str(2**53)), f"(argument-value): --seed must be 0 to {2**53 - 1}"),

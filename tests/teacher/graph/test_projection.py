@@ -213,6 +213,7 @@ def teacher(spelling: Spelling, *outputs: str) -> onnx.ModelProto:
         "values": ["batch", HEADS, "keys", D_V],
         "other": ["batch", HEADS, "rows", D_V],
         "residual": ["batch", "rows", D_MODEL],
+        "weight": [ROWS, D_MODEL],
     }
     read = {name for node in build.nodes for name in node.input}
     inputs = {name: (TensorProto.FLOAT, shape) for name, shape in shapes.items() if name in read}
@@ -287,6 +288,8 @@ BENT: dict[str, tuple[onnx.ModelProto, str]] = {
     "adapter that bends": (teacher(bent_adapter), "several weights whose products are used apart"),
     "bypass that bends": (teacher(bent_bypass), "they go to Tanh"),
     "two weights": (teacher(two_weights, "aside"), "several weights whose products are used apart"),
+    "a weight from outside": (teacher(lambda b, c: b.op("MatMul", join(b, c), "weight")), "weights inside"),
+    "no weight": (teacher(join), "results of the graph and reach no weight"),
     "product of products": (teacher(product_of_products), "several weights whose products are used apart"),
     "a part of the rows": (
         teacher(lambda b, c: times(b, b.op("Gather", join(b, c), 0, axis=1))),

@@ -168,21 +168,6 @@ def test_teachers_that_do_not_fit_are_refused_before_anything_is_written(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_sample_on_which_the_second_fails_is_named(teachers: list[Path], tmp_path: Path) -> None:
-    inputs, model = make_inputs(), rename_weights(language_model(), 3)
-    inputs["input_ids"][inputs["input_ids"] == 13] = 0
-    inputs["input_ids"][4, 1] = 13
-    tensors = [node.attribute[0].t for node in model.graph.node if node.op_type == "Constant"]
-    table = next(t for t in [*model.graph.initializer, *tensors] if list(t.dims) == [50, 12])
-    weights = onnx.numpy_helper.to_array(table).copy()
-    weights[13] = np.nan
-    table.CopyFrom(onnx.numpy_helper.from_array(weights, table.name))
-    onnx.save(model, tmp_path / "second.onnx")
-    options = options_of([tmp_path / "second.onnx"])
-    with refusal("not-finite", r"sample 4 .*its logits"):
-        precompute(teachers[0], inputs, tmp_path / "cache", options, RUN)
-
-
 def test_the_commands_take_and_name_all_teachers(teachers: list[Path], tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **make_inputs())
     data, cache, page = ("--inputs", tmp_path / "data.npz"), tmp_path / "cache", tmp_path / "report.html"

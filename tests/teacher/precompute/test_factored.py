@@ -189,9 +189,8 @@ def test_window_is_found_and_kept(tmp_path: Path) -> None:
         assert codec_error(exact, found).kl_max < 1e-5
 
 
-@pytest.mark.parametrize("codec", ["int8", "float16"])
-def test_padding_in_front_is_left_out(teacher: Path, tmp_path: Path, codec: str) -> None:
-    inputs = make_inputs()
+def test_padding_in_front_is_left_out(teacher: Path, tmp_path: Path) -> None:
+    inputs, codec = make_inputs(), "int8"
     front = np.arange(NUM_SAMPLES) % 3
     inputs["mask"] &= np.arange(LENGTH) >= np.minimum(front, inputs["mask"].sum(1) - 1)[:, None]
     firsts = inputs["mask"].argmax(1)

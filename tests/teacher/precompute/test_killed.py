@@ -28,7 +28,7 @@ def committed(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "kills", "sequences"),
-    [("--student-heads=2", 4, ("",)), ("--no-attention", 2, ("",)), ("--student-heads=2", 2, ("", "decoder_"))],
+    [("--student-heads=2", 3, ("",)), ("--no-attention", 2, ("",)), ("--student-heads=2", 1, ("", "decoder_"))],
     ids=["maps", "no attention", "encoder-decoder in tiles"],
 )
 def test_a_killed_precompute_resumes_to_the_undisturbed_cache(

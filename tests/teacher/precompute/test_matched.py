@@ -101,8 +101,6 @@ def test_resuming_takes_the_plans_from_the_manifest(teacher: Path, tmp_path: Pat
     [
         ({"plan": "progressive"}, "matching.by: 'residual' -> None"),
         ({"matched_by": "similarity"}, "matching.by: 'residual' -> 'similarity'"),
-        ({"calibration_samples": 4}, "matching.samples: 3 -> 4"),
-        ({"num_student_heads": 3}, "num_student_heads"),
     ],
 )
 def test_resuming_with_another_plan_is_refused(

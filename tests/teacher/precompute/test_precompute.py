@@ -81,7 +81,7 @@ def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, 
         np.testing.assert_allclose(record.parts["mixing"][0], reference.mixing[0], atol=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["constant", "hard", "mean"])
+@pytest.mark.parametrize("strategy", ["hard", "mean"])
 def test_other_strategies_reach_the_cache(teacher: Path, tmp_path: Path, strategy: str) -> None:
     inputs = make_inputs()
     options = PrecomputeOptions(num_student_heads=2, strategy=strategy, codec="float32")
@@ -108,29 +108,6 @@ def test_batching_and_order_do_not_matter(teacher: Path, tmp_path: Path) -> None
         one, two = first.read(key), second.read(key)
         np.testing.assert_allclose(first.decode(one, 0), second.decode(two, 0), atol=0.01)
         np.testing.assert_allclose(one.parts["alphas"], two.parts["alphas"], atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "run"),
-    [
-        ({}, {"samples_per_shard": 2**62}),
-        ({}, {"samples_per_shard": -1}),
-        ({}, {"seed": 2**53}),
-        ({"plan": "matched", "calibration_samples": 2**60}, {}),
-    ],
-)
-def test_a_manifest_that_could_not_be_read_is_refused_before_anything_is_written(
-    teacher: Path, tmp_path: Path, options: dict[str, Any], run: dict[str, Any]
-) -> None:
-    with refusal("argument-value"):
-        precompute(
-            teacher,
-            make_inputs(),
-            tmp_path / "cache",
-            PrecomputeOptions(num_student_heads=2, **options),
-            RunOptions(mask="mask", **run),
-        )
-    assert not (tmp_path / "cache").exists()
 
 
 def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:
@@ -242,6 +219,7 @@ def test_causal_teachers_are_packed_as_triangles(tmp_path: Path) -> None:
         ("not-finite", {}, {"x": np.full((NUM_SAMPLES, LENGTH, 12), np.nan, dtype=np.float32)}),
         ("argument-value", {"codec": "jpeg"}, {}),
         ("argument-value", {"temperature": 0.0}, {}),
+        ("argument-value", {"plan": "matched", "calibration_samples": 2**60}, {}),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(

@@ -44,7 +44,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(token_teacher(), tmp_path_factory.mktemp("teacher"))
 
 
-@pytest.mark.parametrize("run", [RUN, RunOptions(batch_tokens=30, samples_per_shard=2)])
+@pytest.mark.parametrize("run", [RUN, RunOptions(batch_tokens=30, samples_per_shard=10)])
 def test_resumed_runs_give_the_same_bytes(teacher: Path, tmp_path: Path, run: RunOptions) -> None:
     """The batches are always those of an undisturbed run, so even rounding is the same."""
     inputs = make_tokens()
@@ -110,19 +110,6 @@ def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, checked_bytes: 
     # Besides, one sample was looked at alone and with another.
     assert sorted(count for count, checked in runs if checked)[-2:] == [1, 2]
     assert [count for count, checked in runs if not checked] == [1, 16, 16]
-
-
-def test_u4_is_coded_on_the_host(teacher: Path, tmp_path: Path) -> None:
-    inputs = make_tokens()
-    options = PrecomputeOptions(num_student_heads=2, codec="u4", temperature=2.0)
-    summary = precompute(teacher, inputs, tmp_path / "small", options, RUN)
-    precompute(teacher, inputs, tmp_path / "exact", PrecomputeOptions(2, temperature=2.0, codec="float32"), RUN)
-    assert summary.errors["attention"].kl_max < 10 / 206
-    assert summary.coded_bytes < summary.float32_bytes / 7
-    small, exact = CacheReader(tmp_path / "small"), CacheReader(tmp_path / "exact")
-    for key in exact:
-        np.testing.assert_allclose(small.decode(small.read(key), 0), exact.decode(exact.read(key), 0), atol=0.06)
-    assert recheck_records(tmp_path / "small", teacher, inputs).records == 8
 
 
 CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

