@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+Bars = Sequence[tuple[str, float, str, str]]  # name, value, its label, colour
+Curve = tuple[list[tuple[float, float]], str]  # points and colour
 WIDTH = 480  # on a phone 358 pixels remain, so that 17 units are 12.7 pixels
 STYLE = """
   .card { fill: #ffffff; stroke: #d0d7de }
@@ -77,6 +81,50 @@ class Card:
     def dot(self, x: float, y: float, kind: str, is_open: bool = False) -> None:
         hole = f'<circle class="open" cx="{x:.1f}" cy="{y:.1f}" r="2.6" stroke="none"/>' if is_open else ""
         self.parts.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>{hole}')
+
+    def bars(self, y: float, head: str, bars: Bars, left: float = 226, wide: float = 180) -> float:
+        """A group of bars under its head; where the next group begins."""
+        self.text(24, y + 24, head, "strong")
+        y += 36
+        scale = wide / max(value for _, value, _, _ in bars)
+        for name, value, label, color in bars:
+            self.text(24, y + 15, name)
+            self.bar(left, y, scale * value, color)
+            self.text(left + 8 + scale * value, y + 15, label)
+            y += 25
+        return y + 12
+
+    def chart(
+        self, top: float, curves: Sequence[Curve], x: Sequence[float], y: Sequence[float], is_log: bool = True
+    ) -> float:
+        """Curves over a logarithmic x, with a grid at these ticks; where the next group begins."""
+        left, right, bottom = 66, 432, top + 190
+
+        def place(points: tuple[float, float]) -> tuple[float, float]:
+            scale = math.log if is_log else float
+            across = (math.log(points[0]) - math.log(x[0])) / (math.log(x[-1]) - math.log(x[0]))
+            up = (scale(points[1]) - scale(y[0])) / (scale(y[-1]) - scale(y[0]))
+            return left + (right - left) * across, bottom - (bottom - top) * up
+
+        for tick in y:
+            level = place((x[0], tick))[1]
+            self.line((left, level), (right, level), kind="axis")
+            self.text(left - 10, level + 6, f"{tick:g}", "soft", "end")
+        for tick in x:
+            self.text(place((tick, y[0]))[0], bottom + 24, f"{tick:,g}", "soft", "middle")
+        for points, color in curves:
+            self.line(*map(place, points), kind=f"curve {color}")
+            for point in points * ("dashed" not in color):
+                self.dot(*place(point), color)
+        return bottom + 34
+
+    def legend(self, y: float, names: Sequence[tuple[str, str]]) -> float:
+        """A line of text for each curve, in its colour."""
+        for name, color in names:
+            self.line((24, y - 6), (50, y - 6), kind=f"curve {color}")
+            self.text(60, y, name)
+            y += 23
+        return y
 
     def save(self, path: Path, height: float) -> None:
         marker = (

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from benchmarks.card import Card
-from benchmarks.study.analysis import Row, can_compare, name_method
+from benchmarks.study.analysis import Row, can_compare
 from benchmarks.study.arms import Grid
 from benchmarks.study.runs import Record
 
@@ -26,8 +26,8 @@ KINDS = ("equal steps", "equal time")
 def draw_all(rows: Sequence[Row], grid: Grid, record: Record, folder: Path) -> None:
     """Gains with their intervals, and curves where they were measured."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw_gains(rows, folder / f"{grid.task}-gains.png")
-    draw_curves(grid, record, folder / f"{grid.task}-curves.png")
+    draw_gains(rows, folder / f"{grid.task}-gains.svg")
+    draw_curves(grid, record, folder / f"{grid.task}-curves.svg")
 
 
 def draw_gains(rows: Sequence[Row], path: Path) -> None:
@@ -35,21 +35,41 @@ def draw_gains(rows: Sequence[Row], path: Path) -> None:
     own = _once(rows)
     if not own:
         return
-    figure, axis = plt.subplots(figsize=(7.2, 0.8 + 0.24 * len(own)), layout="constrained")
-    colors = plt.get_cmap("tab10")
-    parts = list(dict.fromkeys(row.part for row in own))
-    scale = 100 if own[0].metric in ("accuracy", "rouge_l") else 1
-    for place, row in enumerate(own):
-        half = 0.0 if math.isnan(row.gain_interval) else scale * row.gain_interval
-        color = colors(parts.index(row.part) % 10)
-        axis.errorbar(scale * row.gain, place, xerr=half, marker="o", markersize=4, capsize=2, color=color)
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(own)), [f"{row.part}: {row.label}" for row in own], fontsize=7)
-    axis.set_ylim(len(own) - 0.5, -0.5)
-    unit = "points" if scale == 100 else "nats a token" if own[0].metric == "loss" else own[0].metric
-    axis.set_xlabel(f"gain over the base loss alone, {unit} (95% interval)", fontsize=8)
-    axis.grid(axis="x", linewidth=0.4, alpha=0.5)
-    _save(figure, path)
+    scale, digits = (100, 1) if own[0].metric in ("accuracy", "rouge_l") else (1, 3)
+    unit = "points" if scale == 100 else "nats per token" if own[0].metric == "loss" else own[0].metric
+    halves = [0.0 if math.isnan(row.gain_interval) else scale * row.gain_interval for row in own]
+    low = min(0.0, *(scale * row.gain - half for row, half in zip(own, halves, strict=True)))
+    high = max(0.0, *(scale * row.gain + half for row, half in zip(own, halves, strict=True)))
+    card = Card("Gains over the base loss alone, with 95% intervals")
+    card.text(24, 36, f"Gain over the base loss alone, {unit}", "head")
+    card.text(24, 60, "bars: 95% intervals, unadjusted", "soft")
+    y, part = 70.0, ""
+    for row, half in zip(own, halves, strict=True):
+        if row.part != part:
+            part = row.part
+            card.text(24, y + 24, part.replace("_", " "), "strong")
+            y += 28
+        y = card.lines(24, y + 18, row.label, 56, "soft", 19)
+        mean, color = scale * row.gain, "grey"
+        if abs(mean) > half > 0:
+            color = "green" if mean > 0 else "orange"
+        _draw_interval(card, y - 4, (low, high), mean, half, color)
+        card.text(card.width - 24, y + 2, f"{mean:+.{digits}f}", "soft", "end")
+        y += 14
+    card.save(path, y + 10)
+
+
+def _draw_interval(
+    card: Card, y: float, span: tuple[float, float], mean: float, half: float, color: str, is_open: bool = False
+) -> None:
+    """A dot with its interval and where zero is, in the scale of ``span``."""
+
+    def place(value: float) -> float:
+        return LEFT + (RIGHT - LEFT) * (value - span[0]) / (span[1] - span[0])
+
+    card.line((place(0.0), y - 11), (place(0.0), y + 11))
+    card.box(place(mean - half), y - 1.5, place(mean + half) - place(mean - half), 3, color, 1)
+    card.dot(place(mean), y, color, is_open)
 
 
 def _once(rows: Sequence[Row]) -> list[Row]:
@@ -61,10 +81,12 @@ def _once(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
+COLORS = {"random": "grey", "kept": "orange", "unaligned kept": "blue", "squeezed": "green"}
+
+
 def draw_curves(grid: Grid, record: Record, path: Path) -> None:
-    """The test figure by step, mean over seeds, where runs were evaluated on the way."""
-    figure, axis = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-    drawn = 0
+    """The test loss by step, mean over seeds, where runs were evaluated on the way; with SHD dashed."""
+    curves, names = [], {}
     for arm in grid.arms:
         runs = [run for seed in range(arm.seeds) if (run := record.found.get(arm.key(seed)))]
         if arm.part not in ("beta", "start") or not runs or len(runs[0]["curve"]) < 3 or "test_accuracy" in runs[0]:
@@ -72,21 +94,20 @@ def draw_curves(grid: Grid, record: Record, path: Path) -> None:
         if not all(can_compare(grid, record, arm, run["seed"]) for run in runs):
             continue
         steps = sorted({int(step) for step in runs[0]["curve"]} - {0})
-        metric = "loss"
-        means = [sum(run["curve"][str(step)][f"test_{metric}"] for run in runs) / len(runs) for step in steps]
+        means = [sum(run["curve"][str(step)]["test_loss"] for run in runs) / len(runs) for step in steps]
         start = arm.options.get("start", "random")
-        style = {"random": ":", "kept": "--", "unaligned kept": "-.", "squeezed": "-"}[start]
-        axis.plot(steps, means, style, marker="o", markersize=2.5, label=f"{start}: {name_method(arm)}")
-        drawn += 1
-    if drawn:
-        axis.set_xscale("log")
-        axis.set_xticks(steps, [str(step) for step in steps])
-        axis.minorticks_off()
-        axis.set_xlabel("step")
-        axis.set_ylabel("test loss, nats")
-        axis.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-        _save(figure, path)
-    plt.close(figure)
+        color = COLORS[start] + " dashed" * (arm.options["method"] != "base")
+        curves.append((list(zip(map(float, steps), means, strict=True)), color))
+        names[color] = f"{start}, {'SHD at several betas' if 'dashed' in color else 'base loss alone'}"
+    if not curves:
+        return
+    card = Card("Test loss by training step, for each start, with and without SHD")
+    card.text(24, 36, "Test loss, nats, by training step", "head")
+    losses = [loss for points, _ in curves for _, loss in points]
+    low, high = math.floor(2 * min(losses)) / 2, math.ceil(2 * max(losses)) / 2
+    ticks = [low + 0.5 * number for number in range(round(2 * (high - low)) + 1)]
+    y = card.chart(58, curves, [step for step, _ in curves[0][0]], ticks, is_log=False)
+    card.save(path, card.legend(y + 24, [(name, color) for color, name in names.items()]))
 
 
 UNITS = {
@@ -126,21 +147,16 @@ def _draw_unit(card: Card, own: Sequence[Mapping[str, Any]], y: float, unit: str
     ]
     low, high = min(*ends, 0.0), max(*ends, 0.0)
 
-    def place(value: float) -> float:
-        return LEFT + (RIGHT - LEFT) * (value - low) / (high - low)
-
     card.line((24, y), (card.width - 24, y), kind="axis")
     card.text(24, y + 26, unit, "strong")
     y += 30
     for one in own:
         y = card.lines(24, y + 22, one["question"], 50)
-        card.line((place(0.0), y - 12), (place(0.0), y + 34), kind="line")
         for kind in KINDS:
             row = one[kind]
             mean, half = scale * row["mean"], scale * row["half"]
             color = "grey" if row["holm"] >= 0.05 else "green" if mean > 0 else "orange"
-            card.box(place(mean - half), y - 1.5, place(mean + half) - place(mean - half), 3, color, 1)
-            card.dot(place(mean), y, color, is_open=kind == "equal time")
+            _draw_interval(card, y, (low, high), mean, half, color, is_open=kind == "equal time")
             card.text(card.width - 24, y + 6, f"{mean:+.{digits}f}", "soft" if color == "grey" else color, "end")
             y += 24
     return y + 8

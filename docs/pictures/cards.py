@@ -5,11 +5,10 @@ PYTHONPATH=. python docs/pictures/cards.py [NAME ...]
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -17,8 +16,6 @@ from benchmarks.card import Card
 from benchmarks.figures import load, n, steps
 
 HERE = Path(__file__).parent
-Bars = Sequence[tuple[str, float, str, str]]  # name, value, its label, colour
-Curve = tuple[list[tuple[float, float]], str]  # points and colour
 
 
 def front() -> None:
@@ -171,14 +168,12 @@ def results() -> None:
         ("eager, all maps saved", "grey"),
     )
     named = list(zip(names, pre, strict=True))
-    y = _bars(
-        card,
+    y = card.bars(
         14,
         "Fill a cache: time over plain passes",
         [(name, way["ratio"], n(way["ratio"], 2), color) for (name, color), way in named],
     )
-    y = _bars(
-        card,
+    y = card.bars(
         y,
         "The same: MB written",
         [(name, way["megabytes"], n(way["megabytes"]), color) for (name, color), way in named],
@@ -192,8 +187,7 @@ def results() -> None:
         ("both maps, compiled", "compiled", "grey"),
         ("both maps, eager", "eager", "grey"),
     )
-    y = _bars(
-        card,
+    y = card.bars(
         y,
         "Train, 2,048 tokens: time of a step",
         [(name, long[way]["ratio"], n(long[way]["ratio"], 1), color) for name, way, color in steps],
@@ -203,60 +197,12 @@ def results() -> None:
         ("sdpa", "sdpa", "green"),
         ("both maps, eager", "eager", "grey"),
     )
-    y = _bars(
-        card,
+    y = card.bars(
         y,
         "The loss at 4,096 tokens: MB",
         [(name, memory[kind]["4096"], n(memory[kind]["4096"]), color) for name, kind, color in kinds],
     )
     card.save(HERE / "results.svg", y)
-
-
-def _bars(card: Card, y: float, head: str, bars: Bars, left: float = 226, wide: float = 180) -> float:
-    """A group of bars under its head; where the next group begins."""
-    card.text(24, y + 24, head, "strong")
-    y += 36
-    scale = wide / max(value for _, value, _, _ in bars)
-    for name, value, label, color in bars:
-        card.text(24, y + 15, name)
-        card.bar(left, y, scale * value, color)
-        card.text(left + 8 + scale * value, y + 15, label)
-        y += 25
-    return y + 12
-
-
-def _chart(
-    card: Card, top: float, curves: Sequence[Curve], x: Sequence[float], y: Sequence[float], is_log: bool = True
-) -> float:
-    """Curves over a logarithmic x, with a grid at these ticks; where the next group begins."""
-    left, right, bottom = 66, 432, top + 190
-
-    def place(points: tuple[float, float]) -> tuple[float, float]:
-        scale = math.log if is_log else float
-        across = (math.log(points[0]) - math.log(x[0])) / (math.log(x[-1]) - math.log(x[0]))
-        up = (scale(points[1]) - scale(y[0])) / (scale(y[-1]) - scale(y[0]))
-        return left + (right - left) * across, bottom - (bottom - top) * up
-
-    for tick in y:
-        level = place((x[0], tick))[1]
-        card.line((left, level), (right, level), kind="axis")
-        card.text(left - 10, level + 6, f"{tick:g}", "soft", "end")
-    for tick in x:
-        card.text(place((tick, y[0]))[0], bottom + 24, f"{tick:,}", "soft", "middle")
-    for points, color in curves:
-        card.line(*map(place, points), kind=f"curve {color}")
-        for point in points * ("dashed" not in color):
-            card.dot(*place(point), color)
-    return bottom + 34
-
-
-def _legend(card: Card, y: float, names: Sequence[tuple[str, str]]) -> float:
-    """A line of text for each curve, in its colour."""
-    for name, color in names:
-        card.line((24, y - 6), (50, y - 6), kind=f"curve {color}")
-        card.text(60, y, name)
-        y += 23
-    return y
 
 
 def backends() -> None:
@@ -270,8 +216,8 @@ def backends() -> None:
     for kind, _, color in names:
         points = [(int(length), size) for length, size in cpu["memory_megabytes"][kind].items() if size <= 160]
         curves.append((points, color))
-    y = _chart(card, 58, curves, (1024, 2048, 4096, 8192), (0, 40, 80, 120, 160), is_log=False)
-    y = _legend(card, y + 22, [(name, color) for _, name, color in names])
+    y = card.chart(58, curves, (1024, 2048, 4096, 8192), (0, 40, 80, 120, 160), is_log=False)
+    y = card.legend(y + 22, [(name, color) for _, name, color in names])
     for length in ("512", "2048"):
         times = cpu["time"][length]
         rows = (
@@ -282,7 +228,7 @@ def backends() -> None:
             ("both maps, eager", "eager", "grey"),
         )
         ratios = [(name, times[way]["ratio"], n(times[way]["ratio"], 1), color) for name, way, color in rows]
-        y = _bars(card, y, f"Step over one without SHD, {int(length):,} tokens", ratios)
+        y = card.bars(y, f"Step over one without SHD, {int(length):,} tokens", ratios)
     card.save(HERE / "backends.svg", y)
 
 
@@ -298,8 +244,8 @@ def lasting() -> None:
             kind = f"{color} dashed" if with_shd else color
             curves.append(([(mark, float(steps(start, with_shd, mark).mean())) for mark in marks], kind))
             legend.append((name + " + SHD" * with_shd, kind))
-    y = _chart(card, 58, curves, (50, 150, 300, 1000, 3000), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0), is_log=False)
-    y = _legend(card, y + 22, legend)
+    y = card.chart(58, curves, (50, 150, 300, 1000, 3000), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0), is_log=False)
+    y = card.legend(y + 22, legend)
     note = "Stories, 8 heads and 5 layers to 4 and 3; the teacher has 1.494; means of three seeds."
     card.save(HERE / "lasting.svg", card.lines(24, y + 4, note, 54, "soft", 20))
 
@@ -326,8 +272,8 @@ def teacher_length() -> None:
         for way, _, color in names:
             points = [(int(length), row[part]) for length, row in runs[way].items() if row.get(part)]
             curves.append((sorted(points), color))
-        y = _chart(card, y + 38, curves, lengths, ticks) + 14
-    card.save(HERE / "teacher_length.svg", _legend(card, y + 6, [(name, color) for _, name, color in names]) + 6)
+        y = card.chart(y + 38, curves, lengths, ticks) + 14
+    card.save(HERE / "teacher_length.svg", card.legend(y + 6, [(name, color) for _, name, color in names]) + 6)
 
 
 def indexer_kept() -> None:
@@ -337,14 +283,14 @@ def indexer_kept() -> None:
     rows = (("trained scorers", "trained", "green"), ("the last 16 keys", "recency", "grey"))
     rows += (("untrained scorers", "random scorers", "orange"),)
     lost = [(name, result[key]["lost"], n(result[key]["lost"], 3), color) for name, key, color in rows]
-    y = _bars(card, 14, "16 of 128 keys read: nats per token lost", lost)
+    y = card.bars(14, "16 of 128 keys read: nats per token lost", lost)
     kept = {layer: spans[-1] for layer, spans in result["kept"].items()}
     shares = [
         (f"layer {layer}", mean, f"{n(mean, 2)} (best 16: {n(best, 2)})", "green")
         for layer, (_, _, mean, best, *_) in kept.items()
     ]
     first, last = next(iter(kept.values()))[:2]
-    y = _bars(card, y, f"Attention kept at positions {first} to {last}", shares, 100, 100)
+    y = card.bars(y, f"Attention kept at positions {first} to {last}", shares, 100, 100)
     card.save(HERE / "indexer_kept.svg", y)
 
 
