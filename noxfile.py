@@ -69,9 +69,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def figures(session: nox.Session) -> None:
-    """Write the figures of README and docs from the JSON of the benchmarks; ``-- --check`` only looks."""
+    """Write figures and pictures of README and docs from the results of benchmarks; ``-- --check`` only looks."""
     install(session, "numpy", "scipy", "jinja2")
     session.run("python", "benchmarks/figures.py", *session.posargs)
+    if not session.posargs:
+        session.run("python", "docs/pictures/cards.py", env={"PYTHONPATH": "."})
 
 
 FILES = {

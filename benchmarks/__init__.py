@@ -21,7 +21,9 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 SHARED = HERE.parents[1] / "shared" / "data"
 STORIES = SHARED / "stories260K"
-sys.path.append(str(HERE.parent / "tests"))  # some teachers are built by `support`, which the tests use too
+TESTS = str(HERE.parent / "tests")
+if TESTS not in sys.path:  # some teachers are built by `support`, which the tests use too
+    sys.path.append(TESTS)
 
 
 def result_path(script: str) -> Path:

@@ -15,7 +15,7 @@ from statistics import fmean
 from benchmarks.card import Card
 from benchmarks.figures import load, n, steps
 
-HERE = Path(__file__).parent
+HERE = OUT = Path(__file__).parent
 
 
 def front() -> None:
@@ -51,7 +51,7 @@ def front() -> None:
     note = "Human scores: mean rank correlation, STS 2012-14 and 2016. "
     note += "Top 10: share of the teacher's nearest ten that the student finds."
     y = card.lines(24, y + 8, note, 56, "soft", 20)
-    card.save(HERE / "front.svg", y)
+    card.save(OUT / "front.svg", y)
 
 
 def flow() -> None:
@@ -89,7 +89,7 @@ def flow() -> None:
             card.line((left + wide / 2, y + high), (left + wide / 2, y + pitch), tip=True)
     x, y = right + wide, 20 + high / 2
     card.line((x, y), (x + 18, y), (x + 18, y + 3 * pitch), (x, y + 3 * pitch), tip=True)
-    card.save(HERE / "flow.svg", 20 + 3 * pitch + high + 20)
+    card.save(OUT / "flow.svg", 20 + 3 * pitch + high + 20)
 
 
 def choose() -> None:
@@ -113,7 +113,7 @@ def choose() -> None:
             card.text(x + 24, y + 11, word, "soft")
             card.text(x + 8, y + 36, answer, f"strong {color}")
         y += 54
-    card.save(HERE / "choose.svg", y)
+    card.save(OUT / "choose.svg", y)
 
 
 def doctor() -> None:
@@ -154,7 +154,7 @@ def doctor() -> None:
     for x, words in ((place(-1.5), "harms"), (place(0), "interval has 0"), (place(3), "helps")):
         card.text(x, y + 8, words, "soft", "middle")
     card.text(24, y + 36, "gain over half of its 95% interval, unadjusted", "soft")
-    card.save(HERE / "doctor.svg", y + 54)
+    card.save(OUT / "doctor.svg", y + 54)
 
 
 def results() -> None:
@@ -202,7 +202,7 @@ def results() -> None:
         "The loss at 4,096 tokens: MB",
         [(name, memory[kind]["4096"], n(memory[kind]["4096"]), color) for name, kind, color in kinds],
     )
-    card.save(HERE / "results.svg", y)
+    card.save(OUT / "results.svg", y)
 
 
 def backends() -> None:
@@ -229,7 +229,7 @@ def backends() -> None:
         )
         ratios = [(name, times[way]["ratio"], n(times[way]["ratio"], 1), color) for name, way, color in rows]
         y = card.bars(y, f"Step over one without SHD, {int(length):,} tokens", ratios)
-    card.save(HERE / "backends.svg", y)
+    card.save(OUT / "backends.svg", y)
 
 
 def lasting() -> None:
@@ -247,7 +247,7 @@ def lasting() -> None:
     y = card.chart(58, curves, (50, 150, 300, 1000, 3000), (1.5, 2.0, 2.5, 3.0, 3.5, 4.0), is_log=False)
     y = card.legend(y + 22, legend)
     note = "Stories, 8 heads and 5 layers to 4 and 3; the teacher has 1.494; means of three seeds."
-    card.save(HERE / "lasting.svg", card.lines(24, y + 4, note, 54, "soft", 20))
+    card.save(OUT / "lasting.svg", card.lines(24, y + 4, note, 54, "soft", 20))
 
 
 def teacher_length() -> None:
@@ -273,7 +273,7 @@ def teacher_length() -> None:
             points = [(int(length), row[part]) for length, row in runs[way].items() if row.get(part)]
             curves.append((sorted(points), color))
         y = card.chart(y + 38, curves, lengths, ticks) + 14
-    card.save(HERE / "teacher_length.svg", card.legend(y + 6, [(name, color) for _, name, color in names]) + 6)
+    card.save(OUT / "teacher_length.svg", card.legend(y + 6, [(name, color) for _, name, color in names]) + 6)
 
 
 def indexer_kept() -> None:
@@ -291,7 +291,45 @@ def indexer_kept() -> None:
     ]
     first, last = next(iter(kept.values()))[:2]
     y = card.bars(y, f"Attention kept at positions {first} to {last}", shares, 100, 100)
-    card.save(HERE / "indexer_kept.svg", y)
+    card.save(OUT / "indexer_kept.svg", y)
+
+
+def grouped() -> None:
+    """Loss of starts with fewer key and value heads, before any training."""
+    result = load("grouped_queries.json")
+    starts = result["starts"]
+    card = Card("Loss before training with fewer key and value heads, by start")
+    names = (("shrink", "shrink", "green"), ("shrink --no-align", "shrink, closed form", "green"))
+    names += (("first head, aligned", "first, aligned", "grey"), ("mean, aligned", "mean, aligned", "grey"))
+    names += (("first head", "first", "grey"), ("mean", "mean", "grey"))
+    y = 14.0
+    for heads in (2, 1):
+        losses = [(name, starts[f"{key} kv_heads={heads}"], color) for name, key, color in names]
+        bars = [(name, loss, n(loss, 3), color) for name, loss, color in losses]
+        y = card.bars(y, f"4 to {heads} key/value heads: nats per token", bars)
+    card.text(24, y + 6, f"The teacher has {n(result['teacher'], 3)}.", "soft")
+    card.save(OUT / "grouped.svg", y + 24)
+
+
+def claims() -> None:
+    """A square for each claim of the page, by its verdict."""
+    text = (HERE.parent / "claims.md").read_text(encoding="utf-8")
+    verdicts = re.findall(r"^\| \d+ \|.*?\| \*\*(yes|otherwise|no)\*\*", text, re.MULTILINE)
+    card = Card("The claims of the papers by verdict: yes, otherwise, not tried")
+    y, place = 20.0, 0
+    for verdict, words, color in (
+        ("yes", "yes: offered, or it holds here", "green"),
+        ("otherwise", "otherwise: measured or proved", "orange"),
+        ("no", "no: not tried", "grey"),
+    ):
+        count = verdicts.count(verdict)
+        for number in range(place, place + count):
+            card.bar(24 + 25.5 * (number % 17), 20 + 26 * (number // 17), 20, color, 20)
+        place += count
+        y = 20 + 26 * (len(verdicts) // 17 + 1) + 24 * ("yes", "otherwise", "no").index(verdict)
+        card.bar(24, y + 4, 16, color, 16)
+        card.text(50, y + 18, f"{count} {words}")
+    card.save(OUT / "claims.svg", y + 38)
 
 
 def recipes() -> None:
@@ -323,7 +361,7 @@ def recipes() -> None:
         for line, word in enumerate(lines):
             card.text(240, y + 58 + 20 * line, word, "soft", "middle")
         y += height + 12
-    card.save(HERE / "recipes.svg", y + 6)
+    card.save(OUT / "recipes.svg", y + 6)
 
 
 def clusters() -> None:
@@ -349,14 +387,14 @@ def clusters() -> None:
         card.box(x, 330, 216, 66, "box green", 8)
         card.text(x + 108, 356, name, "strong", "middle")
         card.text(x + 108, 380, words, "soft", "middle")
-    card.save(HERE / "clusters.svg", 416)
+    card.save(OUT / "clusters.svg", 416)
 
 
 DRAW: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (front, flow, choose, doctor, results, backends, lasting, teacher_length)
 }
-DRAW |= {function.__name__: function for function in (indexer_kept, recipes, clusters)}
+DRAW |= {function.__name__: function for function in (indexer_kept, grouped, claims, recipes, clusters)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or DRAW:

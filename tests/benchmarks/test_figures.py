@@ -10,9 +10,12 @@ for package in ("scipy", "jinja2"):
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
-from benchmarks import figures  # noqa: E402  (after the skips)
+sys.path.append(str(ROOT / "docs" / "pictures"))
+import cards  # noqa: E402  (after the skips)
 
-sys.path.pop()
+from benchmarks import figures  # noqa: E402
+
+del sys.path[-2:]
 
 
 def test_pages_have_the_figures_of_the_json(
@@ -20,6 +23,14 @@ def test_pages_have_the_figures_of_the_json(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
     assert figures.main() == 0, capsys.readouterr().out
+
+
+def test_pictures_are_of_the_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cards, "OUT", tmp_path)
+    for draw in cards.DRAW.values():
+        draw()
+    old = [path.name for path in tmp_path.iterdir() if path.read_bytes() != (cards.HERE / path.name).read_bytes()]
+    assert old == [], "PYTHONPATH=. python docs/pictures/cards.py draws them again"
 
 
 def test_a_figure_is_found_by_its_words_and_written_anew(
