@@ -294,6 +294,23 @@ def indexer_kept() -> None:
     card.save(OUT / "indexer_kept.svg", y)
 
 
+def demo() -> None:
+    """Accuracy of the demo's students by labels, from its own results."""
+    rows = load("../../docs/demo/results.json")["accuracy"]
+    card = Card("Test accuracy of logistic regression and of students of the demo, with 50 and 300 labels")
+    y = 14.0
+    for labels in (50, 300):
+        bars = []
+        for row in (row for row in rows if row["labels"] == labels):
+            start, _, losses = row["name"].partition(": ")
+            color = "green" if start.startswith("squeezed") else "blue" if losses else "grey"
+            name = f"{start.split()[0]}: {losses}" if losses else "logistic regression"
+            label = f"{n(100 * row['mean'], 1)} ± {n(100 * row['interval'], 1)}"
+            bars.append((name.replace(" + ", "+"), row["mean"], label, color))
+        y = card.bars(y, f"{labels} labels: test accuracy, %", bars, 214, 146)
+    card.save(OUT / "demo.svg", y)
+
+
 def grouped() -> None:
     """Loss of starts with fewer key and value heads, before any training."""
     result = load("grouped_queries.json")
@@ -330,6 +347,35 @@ def claims() -> None:
         card.bar(24, y + 4, 16, color, 16)
         card.text(50, y + 18, f"{count} {words}")
     card.save(OUT / "claims.svg", y + 38)
+
+
+def masks() -> None:
+    """Masks of a seed: the teacher and the student see the same tokens."""
+    card = Card(
+        "The same text and seed give the same masked tokens to teacher and student; their hash finds the record"
+    )
+    card.box(20, 20, 440, 56, "box", 8)
+    card.text(240, 44, "text 17, seed 3", "strong", "middle")
+    card.text(240, 66, "the cat sat on the mat", "soft", "middle")
+    for x, color, head, model, words in (
+        (20, "orange", "precompute", "teacher", "stores the record"),
+        (244, "green", "training", "student", "reads the record"),
+    ):
+        middle = x + 108
+        card.line((middle, 76), (middle, 106), tip=True)
+        card.box(x, 108, 216, 82, f"box {color}", 8)
+        card.text(middle, 132, head, "strong", "middle")
+        card.text(middle, 156, "mask_tokens(17, 3)", "code", "middle")
+        card.text(middle, 180, "the [MASK] sat on …", "soft", "middle")
+        card.line((middle, 190), (middle, 220), tip=True)
+        card.box(x, 222, 216, 56, f"box {color}", 8)
+        card.text(middle, 246, model, "strong", "middle")
+        card.text(middle, 268, words, "soft", "middle")
+        card.line((middle, 278), (middle, 308), tip=True)
+    card.box(20, 310, 440, 56, "box", 8)
+    card.text(240, 334, "cache, by the hash of the masked tokens", "strong", "middle")
+    card.text(240, 356, "another mask is an error", "soft", "middle")
+    card.save(OUT / "masks.svg", 386)
 
 
 def recipes() -> None:
@@ -394,7 +440,7 @@ DRAW: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (front, flow, choose, doctor, results, backends, lasting, teacher_length)
 }
-DRAW |= {function.__name__: function for function in (indexer_kept, grouped, claims, recipes, clusters)}
+DRAW |= {function.__name__: function for function in (indexer_kept, masks, demo, grouped, claims, recipes, clusters)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or DRAW:
