@@ -351,9 +351,7 @@ def claims() -> None:
 
 def masks() -> None:
     """Masks of a seed: the teacher and the student see the same tokens."""
-    card = Card(
-        "The same text and seed give the same masked tokens to teacher and student; their hash finds the record"
-    )
+    card = Card("One text and seed give the same masked tokens to teacher and student; their hash finds the record")
     card.box(20, 20, 440, 56, "box", 8)
     card.text(240, 44, "text 17, seed 3", "strong", "middle")
     card.text(240, 66, "the cat sat on the mat", "soft", "middle")
@@ -371,7 +369,8 @@ def masks() -> None:
         card.box(x, 222, 216, 56, f"box {color}", 8)
         card.text(middle, 246, model, "strong", "middle")
         card.text(middle, 268, words, "soft", "middle")
-        card.line((middle, 278), (middle, 308), tip=True)
+        ends = ((middle, 278), (middle, 308))
+        card.line(*(ends if model == "teacher" else ends[::-1]), tip=True)
     card.box(20, 310, 440, 56, "box", 8)
     card.text(240, 334, "cache, by the hash of the masked tokens", "strong", "middle")
     card.text(240, 356, "another mask is an error", "soft", "middle")
