@@ -282,13 +282,13 @@ def grow(runs: Runs, name: str) -> dict[str, list[float]]:
 
 
 def try_betas(runs: Runs, name: str) -> dict[str, dict[str, list[float]]]:
-    """SHD's gain over KD by beta, at the chosen KD weight and rate of both, and its share of the first gradient."""
+    """SHD's gain over KD by beta, both at KD's chosen weight and rate, and its share of the first gradient."""
     arm, baseline = runs.protocol.sides(name)
-    with_term, alone, steps = runs.tune(arm), runs.tune(baseline), runs.protocol.tasks[arm.task]["steps"]
+    alone, steps = runs.tune(baseline), runs.protocol.tasks[arm.task]["steps"]
     rows: dict[str, dict[str, list[float]]] = {}
     for beta in runs.protocol.page["betas"]:
         for seed in runs.protocol.page["seeds"][:3]:
-            pair = runs.run(arm, replace(with_term, weight=beta), steps, seed), runs.run(baseline, alone, steps, seed)
+            pair = runs.run(arm, replace(alone, weight=beta), steps, seed), runs.run(baseline, alone, steps, seed)
             gain = runs.protocol.signed(arm.task, pair[0]["test"] - pair[1]["test"])
             row = rows.setdefault(f"{beta:g}", {"gains": [], "shares": []})
             row["gains"].append(gain)

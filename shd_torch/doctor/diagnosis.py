@@ -361,20 +361,29 @@ def diagnose(
     diagnosis = Diagnosis(
         Verdict("", "", ""), parts, student_parts, tuple(differences), learner.has_weights, learner.is_squeezed
     )
+    pooling = find_pooling(folder)
     if data is not None and not any(difference.effect == BLOCKS for difference in differences):
-        pooling = find_pooling(folder)
         mode = None if pooling is None else pooling.mode
         diagnosis = replace(
             diagnosis, **_try(diagnosis, model, learner, _read(data, parts, student_parts), mode, options, progress)
         )
-    return replace(
-        diagnosis,
-        verdict=judge(differences, diagnosis.probe, is_squeezed=diagnosis.is_squeezed, failure=diagnosis.failure),
+    verdict = judge(
+        differences,
+        diagnosis.probe,
+        is_squeezed=diagnosis.is_squeezed,
+        is_sentence_encoder=pooling is not None,
+        failure=diagnosis.failure,
     )
+    return replace(diagnosis, verdict=verdict)
 
 
 def judge(
-    differences: Sequence[Difference], probe: Probe | None, *, is_squeezed: bool, failure: str | None
+    differences: Sequence[Difference],
+    probe: Probe | None,
+    *,
+    is_squeezed: bool,
+    is_sentence_encoder: bool,
+    failure: str | None,
 ) -> Verdict:
     """What was tried decides before what is known of other pairs; what makes it impossible decides before all."""
     rests_on = "configuration"
@@ -389,6 +398,9 @@ def judge(
             first, more = with_effect[0], f" and {len(with_effect) - 1} more" if len(with_effect) > 1 else ""
             summary = f"they differ in {first.part}{more} (teacher {first.teacher}, student {first.student})"
             return Verdict(answer, f"{summary}: {first.remedy}", rests_on)
+    if is_sentence_encoder:
+        # Students of MiniLM, in benchmarks/dozen.toml: no gain from squeezed layers, a loss from random ones.
+        return Verdict(UNLIKELY, "sentence encoders gained nothing from SHD, or lost: see --probe", rests_on)
     if is_squeezed:
         return Verdict(UNLIKELY, "a squeezed start already has most of the benefit of SHD: see --probe", rests_on)
     return Verdict(YES, "no obstacle in the configurations; --probe tries it", rests_on)

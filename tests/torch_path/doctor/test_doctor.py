@@ -128,8 +128,8 @@ def test_one_answer(
     effects: list[str], probe: Probe | None, squeezed: bool, failure: str | None, expected: tuple[str, str]
 ) -> None:
     differences = [Difference("LayerScale", "yes", "no", effect, "do something") for effect in effects]
-    found = judge(differences, probe, is_squeezed=squeezed, failure=failure)
-    assert (found.answer, found.rests_on) == expected
+    verdict = judge(differences, probe, is_squeezed=squeezed, is_sentence_encoder=False, failure=failure)
+    assert (verdict.answer, verdict.rests_on) == expected
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +252,7 @@ def test_a_student_without_a_head(tmp_path: Path, short: None) -> None:
     found = diagnose(teacher, narrow, data, DiagnosisOptions(batch_size=8))
     assert found.objective is not None
     assert found.objective.options == {"pooling": "cls", "distance": "similarity"}
+    assert (found.verdict.answer, found.verdict.rests_on) == ("probably not", "configuration")
     assert found.beta is not None
 
 
