@@ -25,7 +25,6 @@ LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
 """Outputs that exporters name after what leaves the last block; of a decoder beside an encoder only the first."""
 
 _RESIDUAL: Final = frozenset({"Add", "Sum", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
-_BEHIND_HEAD: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Tanh"})  # a bias, a scale, a soft cap
 
 
 @dataclass(frozen=True, eq=False)
