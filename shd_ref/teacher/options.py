@@ -185,7 +185,7 @@ def write_value(field: str, value: Any) -> str:
     if field == "shards":
         return "/".join(map(str, value))
     if isinstance(value, tuple):
-        return ",".join(":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in value)
+        return ",".join(":".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
     return str(value)
 
 
@@ -400,8 +400,8 @@ def _check_form(options: PrecomputeOptions) -> None:
         return
     check_option("codec", options.factored_codec, FACTORED_CODECS, "CACHE-142")
     why = "it is chosen with the loss; use --form maps for others"
-    rule, given = "be 1 for factored records", options.temperature
-    need(given == 1.0, "argument-value", "temperature", rule, given, remedy=why, spec_id="CACHE-153")
+    rule, temperature = "be 1 for factored records", options.temperature
+    need(temperature == 1.0, "argument-value", "temperature", rule, temperature, remedy=why, spec_id="CACHE-153")
 
 
 def _check_targets(options: PrecomputeOptions) -> None:

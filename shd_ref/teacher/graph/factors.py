@@ -14,7 +14,7 @@ from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.inputs import Layout, Shapes, probe_tensors
 from shd_ref.teacher.graph.measure import alike_heads
 from shd_ref.teacher.graph.walk import before_rounding, is_value_product, operands, repeat_chain, trace_back
-from shd_ref.teacher.opening.model import fixed_input, ir, kinds, onnx
+from shd_ref.teacher.opening.model import fixed_input, ir, is_computed, kinds, onnx
 from shd_ref.teacher.options import PrecomputeOptions
 
 # exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
@@ -118,10 +118,10 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
     read = [read_site(site) if site.supported else None for site in sites]
     names = {site.probs for site in sites if site.supported and site.probs}
     masks: set[str] = set()
-    for logits in (one for one in read if one is not None):
+    for logits in filter(None, read):
         masks |= _computed([value for _, value in (*logits.multipliers, *logits.addends, *logits.fills)])
         product = [] if logits.product is None else [logits.queries, logits.keys, logits.product.outputs[0]]
-        names |= _computed(product + [one for node in logits.repeats for one in (*node.inputs, node.outputs[0])])
+        names |= _computed(product + [value for node in logits.repeats for value in (*node.inputs, node.outputs[0])])
     shaped = [list(_before_shaping(site.walk.logits)) if site.supported else [] for site in sites]
     arrays, shapes = probe_tensors(model, masks, names.union(*shaped))
     return tuple(
@@ -200,7 +200,7 @@ def _step_back(
 
 
 def _computed(values: Iterable[ir.Value | None]) -> set[str]:
-    return {str(value.name) for value in values if value is not None and value.const_value is None}
+    return {str(value.name) for value in values if is_computed(value)}
 
 
 def _before_shaping(value: ir.Value | None) -> Iterator[str]:
@@ -225,7 +225,8 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, shapes:
         _layout(site, len(shapes[site.probs]), rank) for rank in (product_rank, len(shapes[read]))
     )
     queries_shape, shape = (
-        shapes[str(one.name)] if one.const_value is None else one.const_value.numpy().shape for one in (queries, keys)
+        shapes[str(value.name)] if value.const_value is None else value.const_value.numpy().shape
+        for value in (queries, keys)
     )
     if layout is None or logits_layout is None or len(shape) != len(queries_shape):
         return _refused(site, "queries and keys have other axes than the map")
@@ -234,7 +235,7 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, shapes:
     alike = None if shared else alike_heads(logits.repeats, layout, heads, shapes)
     share = heads // len(set(alike or range(heads)))
     is_runs = alike == tuple(head - head % share for head in range(heads))
-    kept = tuple(range(0, heads, share)) if is_runs and share > 1 else ()
+    first_heads = tuple(range(0, heads, share)) if is_runs and share > 1 else ()
     return SiteFactors(
         site,
         queries=logits.wide[0],
@@ -243,8 +244,8 @@ def _factors(site: AttentionSite, logits: Logits | None, arrays: Arrays, shapes:
         layout=layout,
         logits_layout=logits_layout,
         logits=read,
-        num_kv_heads=1 if shared else len(kept) or heads,
-        key_heads=kept,
+        num_kv_heads=1 if shared else len(first_heads) or heads,
+        key_heads=first_heads,
         d=shape[-2 if transposed else -1],
         scale=logits.scale * product.attributes.get_float("alpha", 1.0),
         multipliers=tuple((op_type, str(value.name)) for op_type, value in logits.multipliers),

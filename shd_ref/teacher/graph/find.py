@@ -287,24 +287,24 @@ def _choose_by_kind(
 ) -> tuple[Chosen, tuple[KindLayers, ...]]:
     """A layer map for each kind; student layers are numbered kind after kind (CACHE-105)."""
     of_kind = {kind: [site for site in sites if kinds.kind(site) == kind] for kind in KINDS}
-    held = {kind: len(members) for kind, members in of_kind.items() if members}
-    if isinstance(meant, int) and len(held) == 1:
-        meant = dict.fromkeys(held, meant)
-    if isinstance(meant, int) or (meant is not None and not (meant and meant.keys() <= held.keys())):
-        example = ",".join(f"{kind}={count}" for kind, count in held.items())
+    numbers = {kind: len(members) for kind, members in of_kind.items() if members}
+    if isinstance(meant, int) and len(numbers) == 1:
+        meant = dict.fromkeys(numbers, meant)
+    if isinstance(meant, int) or (meant is not None and not (meant and meant.keys() <= numbers.keys())):
+        example = ",".join(f"{kind}={count}" for kind, count in numbers.items())
         got = meant if isinstance(meant, int) else dict(meant)
-        rule = f"be a number for each kind of attention that is taught, of {', '.join(held)}"
+        rule = f"be a number for each kind of attention that is taught, of {', '.join(numbers)}"
         remedy = f"give --student-layers {example}, or choose one kind with --sites"
         message = f"num_student_layers must {rule}; got {got}: {remedy}"
         raise ShdError("layers-invalid", message, "CACHE-105")
     chosen: list[tuple[int, AttentionSite]] = []
     counts: list[KindLayers] = []
     for kind in KINDS:
-        if kind not in (held if meant is None else meant):
+        if kind not in (numbers if meant is None else meant):
             continue
-        number = held[kind] if meant is None else meant[kind]
+        number = numbers[kind] if meant is None else meant[kind]
         before = sum(entry.num_student_layers for entry in counts)
-        pairs = layer_map(held[kind], number)
+        pairs = layer_map(numbers[kind], number)
         chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]
         counts.append(KindLayers(kind, number))
     return tuple(chosen), tuple(counts)

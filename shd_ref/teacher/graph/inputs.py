@@ -263,8 +263,8 @@ def probe_tensors(
     if not names and not shapes:
         return {}, {}
     probe = Probe(model, names, sizes, shapes=shapes)
-    held = probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
-    return {name: held[name] for name in names}, {name: tuple(held[name + _SHAPE].tolist()) for name in shapes}
+    arrays = probe.run(probe_feeds(probe.specs, probe.sizes, largest=probe.largest))
+    return {name: arrays[name] for name in names}, {name: tuple(arrays[name + _SHAPE].tolist()) for name in shapes}
 
 
 def probe_feeds(specs: Sequence[InputSpec], sizes: InputSizes, *, largest: int = 1) -> dict[str, NDArray[Any]]:

@@ -189,7 +189,8 @@ def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDA
             known |= dict(zip((value for value in inputs if value not in known), arrays, strict=False))
             return run_operator(node, known) if len(known) == len(inputs) else None
         if kind == "Split":
-            axis, parts = node.attributes.get_int("axis", 0), [shapes.get(str(one.name)) for one in node.outputs]
+            axis = node.attributes.get_int("axis", 0)
+            parts = [shapes.get(str(output.name)) for output in node.outputs]
             sizes = [part[axis] for part in parts if part is not None]
             complete = len(sizes) == len(parts) and sum(sizes) == array.shape[axis]
             return np.split(array, np.cumsum(sizes)[:-1], axis) if complete else None

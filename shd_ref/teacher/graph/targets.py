@@ -18,7 +18,7 @@ from shd_ref.teacher.graph.factors import Logits, read_logits
 from shd_ref.teacher.graph.find import AttentionSite, SiteKinds
 from shd_ref.teacher.graph.projection import product_weight
 from shd_ref.teacher.graph.walk import FLOATS, ancestors
-from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, fixed_input, ir, onnx, read_graph
+from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, fixed_input, ir, is_computed, onnx, read_graph
 from shd_ref.teacher.options import PrecomputeOptions
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
@@ -63,9 +63,9 @@ def find_targets(
     ``sites`` are all its attention sites, from ``find_sites``; ``kinds`` tell a decoder's apart, from ``find_kinds``.
     """
     of_decoder = kinds is not None and bool(kinds.kinds)
-    own = [site for site in sites if kinds is None or kinds.kind(site) in (None, "decoder")]
+    blocks = [site for site in sites if kinds is None or kinds.kind(site) in (None, "decoder")]
     layers = sorted(set(options.hidden_layers))
-    if layers and kinds is not None and of_decoder and not (own and kinds.decoder_inputs):
+    if layers and kinds is not None and of_decoder and not (blocks and kinds.decoder_inputs):
         rule = "hidden states beside cross attention are a decoder's, with self-attention and inputs of its own"
         raise graph_unsupported(f"{rule}; this graph lacks them: run the teacher live (OnlineTeacher)", "CACHE-175")
     if options.embeddings is not None and of_decoder:
@@ -74,7 +74,7 @@ def find_targets(
     graph = read_graph(model)
     names = {LOGITS: _find_logits(graph, options.logits_output)} if options.logits != "none" else {}
     if layers:
-        states = _find_hidden(graph, own, layers, LAST_STATES[: 1 if of_decoder else 2])
+        states = _find_hidden(graph, blocks, layers, LAST_STATES[: 1 if of_decoder else 2])
         names |= {hidden_role(layer): state for layer, state in zip(layers, states, strict=True)}
     if options.embeddings is not None:
         last = _last_state(graph, LAST_STATES)
@@ -166,7 +166,7 @@ def _last_state(graph: ir.Graph, last_states: Sequence[str]) -> str | None:
     read = None if named is not None or LOGITS not in outputs else _read_head(graph, LOGITS)
     if read is None or read.product is None or read.product.op_type not in PRODUCTS:
         return named
-    states = (one for one in (read.queries, read.keys) if one is not None and one.const_value is None)
+    states = (value for value in (read.queries, read.keys) if is_computed(value))
     return str(_before_scale(next(states)).name)
 
 
@@ -174,7 +174,7 @@ def _read_head(graph: ir.Graph, name: str) -> Logits | None:
     """What is done with the product of a state and a constant matrix; None unless constants alone are."""
 
     def is_head(node: ir.Node) -> bool:
-        factors = [one is not None and one.const_value is None for one in node.inputs[:2]]
+        factors = [is_computed(value) for value in node.inputs[:2]]
         return node.op_type in (*PRODUCTS, "Gemm") and sum(factors) == 1
 
     value = next((output for output in graph.outputs if output.name == name), None)

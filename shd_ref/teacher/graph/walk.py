@@ -27,6 +27,7 @@ from shd_ref.teacher.opening.model import (
     SIZE_OPS,
     STANDARD_DOMAINS,
     ir,
+    is_computed,
     kinds,
 )
 
@@ -144,7 +145,7 @@ def _walk_map(softmax: ir.Node, spelling: Spelling, all_met: set[ir.Node]) -> It
     if reason is not None:
         yield walk
         return
-    quotients = [one for one in (quotient, trail.quotient) if one is not None]
+    quotients = [step for step in (quotient, trail.quotient) if step is not None]
     cut = trace_back(raw_map, MAP_CARRIERS - {"Slice"} | {"Transpose"}, lambda node: node.op_type == "Slice")
     logits = logits if trail.quotient is None else None
     yield replace(
@@ -246,7 +247,7 @@ def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
         return replace(trail, value=output, source=source, mixing=trail.mixing if keeps else None)
     if trail.is_mixed and node.op_type in ("Add", "BatchNormalization"):
         is_bias = node.op_type == "Add" and any(
-            one is not None and one.const_value is not None for one in node.inputs
+            value is not None and value.const_value is not None for value in node.inputs
         )
         return replace(trail, value=output, mixing=trail.mixing if is_bias else None)
     weight = product_weight(node, slot)
@@ -373,7 +374,7 @@ def operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
 def is_value_product(node: ir.Node) -> bool:
     """A product of two computed tensors, such as ``Q K^T`` and ``map @ V``."""
     if node.op_type in OPAQUE_PRODUCTS:
-        return len(node.inputs) == 2 and all(one is not None and one.const_value is None for one in node.inputs)
+        return len(node.inputs) == 2 and all(map(is_computed, node.inputs))
     products = PRODUCTS | INTEGER_PRODUCTS
     return node.op_type in products and not any(_is_weight(value) for value in operands(node))
 
@@ -498,7 +499,7 @@ def _read_sum(value: ir.Value, numbers: ir.Value, depth: int = 0) -> bool | None
         return True if is_sum else None
     if node.op_type not in (*_SHAPING, "Add", "Clip", "Max", "Where"):
         return None
-    inputs = [one for one in (node.inputs[1:] if node.op_type == "Where" else node.inputs) if one is not None]
+    inputs = [value for value in node.inputs[node.op_type == "Where" :] if value is not None]
     inputs = inputs[:1] if node.op_type in _SHAPING else inputs
     read = [_read_sum(operand, numbers, depth + 1) for operand in inputs]
     sums = [reading for reading in read if reading is not None]

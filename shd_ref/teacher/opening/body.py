@@ -191,8 +191,9 @@ def _rewrite(
     letters = [*batch, *more, *row, *column]
     product = body.op("MatMul", first, second)
     if _NONE in letters:
-        product = body.op("Squeeze", product, body.const([n for n, one in enumerate(letters) if one == _NONE]))
-    body.rename(_transpose(body, product, [one for one in letters if one != _NONE], list(output)), node.output[0])
+        product = body.op("Squeeze", product, body.const([n for n, letter in enumerate(letters) if letter == _NONE]))
+    letters = [letter for letter in letters if letter != _NONE]
+    body.rename(_transpose(body, product, letters, list(output)), node.output[0])
     return True
 
 

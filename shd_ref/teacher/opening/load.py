@@ -114,9 +114,9 @@ def _modernise(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     for node in all_nodes(new.graph):
         if node.domain == _ASIDE:
             node.domain = ""
-    kept = [entry for entry in new.opset_import if entry.domain != _ASIDE]
+    entries = [entry for entry in new.opset_import if entry.domain != _ASIDE]
     del new.opset_import[:]
-    new.opset_import.extend(kept)
+    new.opset_import.extend(entries)
     return new
 
 
@@ -159,9 +159,9 @@ def _check_functions(functions: Iterable[onnx.FunctionProto], nodes: Sequence[on
         if name not in sizes and name in calls:
             sizes[name] = 1, _MOST_NESTED + 1  # as long as it is measured: one that calls itself is too deep
             if above < _MOST_NESTED:
-                held = [(*measure(inner, above + 1), count) for inner, count in calls[name].items()]
-                made = sum(size * count for size, _, count in held)
-                sizes[name] = min(made, _MOST_NODES + 1), 1 + max((deep for _, deep, _ in held), default=0)
+                callees = [(*measure(inner, above + 1), count) for inner, count in calls[name].items()]
+                made = sum(size * count for size, _, count in callees)
+                sizes[name] = min(made, _MOST_NODES + 1), 1 + max((deep for _, deep, _ in callees), default=0)
         return sizes.get(name, (1, 0))
 
     measured = [measure((node.domain, node.op_type), 0) for node in nodes]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -344,6 +344,11 @@ def read_graph(model: onnx.ModelProto, inferred: onnx.ModelProto | None = None) 
     return graph
 
 
+def is_computed(value: ir.Value | None) -> TypeGuard[ir.Value]:
+    """Whether a tensor is there, and no constant."""
+    return value is not None and value.const_value is None
+
+
 def fixed_input(node: ir.Node, slot: int) -> NDArray[Any] | None:
     """An operator's input, where the graph fixes it."""
     value = node.inputs[slot] if 0 <= slot < len(node.inputs) else None
@@ -353,12 +358,13 @@ def fixed_input(node: ir.Node, slot: int) -> NDArray[Any] | None:
 def _compute(value: ir.Value) -> ir.Tensor[Any]:
     """A constant from those that the graph states."""
     arrays: dict[ir.Value, NDArray[Any]] = {}
-    held, most = 0, _MOST_HELD
+    entries, most = 0, _MOST_HELD
     waiting = [value]  # not by recursion: a graph may be as deep as its author likes
     while waiting:
         current, node = waiting[-1], waiting[-1].producer()
         stated = None if isinstance(current.const_value, ir.LazyTensor) else current.const_value
-        inputs = [] if node is None or stated is not None else [one for one in node.inputs if one is not None]
+        sources = () if node is None or stated is not None else node.inputs
+        inputs = [source for source in sources if source is not None]
         unknown = [source for source in inputs if source not in arrays]
         if unknown:
             waiting += unknown
@@ -371,7 +377,7 @@ def _compute(value: ir.Value) -> ir.Tensor[Any]:
                 arrays[current] = stated.numpy()
                 most += 8 * arrays[current].size
             elif node is not None:
-                held = _count_held(node, [arrays[source] for source in inputs], held, most)
+                entries = _count_held(node, [arrays[source] for source in inputs], entries, most)
                 arrays.update(zip(node.outputs, run_operator(node, arrays), strict=False))
         except ShdError:
             raise

@@ -139,12 +139,12 @@ def _pool(body: Body, maps: str) -> str:
     """Maps ``(B, n, L, L)`` over the tokens of ``groups``, from rows of ``row_mask``: ``(B, n, l, l)`` (TOKEN-9)."""
     counted = body.op("Greater", body.reshape("row_mask", 0, 1, -1, 1), body.const(0.0))
     # Rows of padding may be NaN; what is NaN elsewhere stays so, for then its row has weight.
-    kept = body.op("Where", counted, maps, body.const(0.0))
-    empty = body.op("Equal", body.reduce_sum(kept, -1, keepdims=1), body.const(0.0))
+    counted_maps = body.op("Where", counted, maps, body.const(0.0))
+    empty = body.op("Equal", body.reduce_sum(counted_maps, -1, keepdims=1), body.const(0.0))
     has_weight = body.op("Cast", body.op("Not", empty), to=FLOAT)  # (B, n, L, 1)
     groups = body.op("Unsqueeze", "groups", body.const([1]))
     shares = body.op("Div", groups, body.or_one(body.reduce_sum(groups, 2, keepdims=1)))
-    rows = body.op("Div", body.op("MatMul", groups, kept), body.or_one(body.op("MatMul", groups, has_weight)))
+    rows = body.op("Div", body.op("MatMul", groups, counted_maps), body.or_one(body.op("MatMul", groups, has_weight)))
     pooled = body.op("MatMul", rows, body.op("Transpose", shares, perm=[0, 1, 3, 2]))
     mass, left = (body.reduce_sum(value, -1, keepdims=1) for value in (rows, pooled))
     return body.op("Mul", body.op("Div", pooled, body.or_one(left)), mass)

@@ -195,14 +195,14 @@ def _squeeze_tiles(
         return SqueezedLayer(student_layer, site, rule, names)
     needed = tiles.needed_for(tiles.probs)
     sources = dict.fromkeys(key[0] for key in tiles.sources() if key in needed)
-    held = {f"source{number}": name for number, name in enumerate(sources)}
+    roles = {f"source{number}": name for number, name in enumerate(sources)}
     more = {"values": body.op("Cast", values_of(body, site), to=FLOAT), "sums": forward.sums, "weights": weights}
-    for role, made in ({**held, **more}).items():
+    for role, made in ({**roles, **more}).items():
         if made is not None:
             names[role] = f"{body.prefix}{role}"
             body.rename(made, names[role])
             body.outputs.append(onnx.ValueInfoProto(name=names[role]))
-    rows = TiledRows(tiles, rule, slots, held | ({"weights": "weights"} if weights else {}), body.opset)
+    rows = TiledRows(tiles, rule, slots, roles | ({"weights": "weights"} if weights else {}), body.opset)
     return SqueezedLayer(student_layer, site, rule, names, rows)
 
 

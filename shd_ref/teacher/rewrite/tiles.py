@@ -115,17 +115,18 @@ class SiteTiles:
 def find_tiles(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteTiles, ...]:
     """How the maps of each site are made in tiles, or why they cannot be; the graph is not changed."""
     behind = [_read_behind(site.walk.context) for site in sites]
-    names = {str(value.name) for found in behind for value in found if value.const_value is None}
+    names = {str(value.name) for values in behind for value in values if value.const_value is None}
     logits = [read_site(site) or Logits(reason="its map is not a softmax") for site in sites]
     # What is added to logits, and what stands in their place.
-    added = (value for one in logits for _, value in (*one.addends, *one.fills))
+    added = (value for of_site in logits for _, value in (*of_site.addends, *of_site.fills))
     masks = {str(value.name) for value in added if value.const_value is None}
     try:
         arrays, shapes = probe_tensors(model, masks, names, _PROBED)
     except ShdError as error:
         return tuple(SiteTiles(site, reason=f"its sizes cannot be measured: {error}") for site in sites)
     return tuple(
-        _read_site(site, found, shapes, read, arrays) for site, found, read in zip(sites, behind, logits, strict=True)
+        _read_site(site, values, shapes, of_site, arrays)
+        for site, values, of_site in zip(sites, behind, logits, strict=True)
     )
 
 
@@ -165,7 +166,7 @@ def _read_site(
     if probs not in outputs:
         return SiteTiles(site, reason="its map is turned on its way to the values")
     node = context.producer()
-    product = [one.name for one in (() if node is None else node.inputs[:2]) if one is not None]
+    product = [value.name for value in (() if node is None else node.inputs[:2]) if value is not None]
     shared = site.shared_values or site.joined_values
     read = (site.logits, _SQUARE)
     return SiteTiles(
@@ -289,10 +290,10 @@ class _Reader:
         if kind in ("Squeeze", "Unsqueeze") and (listed := _list(node, 1, "axes")) is not None:
             shorter, longer = sorted((len(first), len(output)))
             new = {axis % longer for axis in listed}
-            kept = [axis for axis in range(longer) if axis not in new]
+            remaining = [axis for axis in range(longer) if axis not in new]
             if kind == "Unsqueeze":
-                return [_mapped(asked, lambda axis: kept.index(longer + axis) - shorter), *whole]
-            return [_mapped(asked, lambda axis: kept[shorter + axis] - longer), *whole]
+                return [_mapped(asked, lambda axis: remaining.index(longer + axis) - shorter), *whole]
+            return [_mapped(asked, lambda axis: remaining[shorter + axis] - longer), *whole]
         if kind == "Concat":
             axis = node.attributes.get_int("axis", 0) % len(output) - len(output)
             joined = [self._shape(node, number)[axis] for number in range(len(node.inputs))]
@@ -435,8 +436,8 @@ class TileBody:
             if axis is not None and count is not None:
                 # From the end: an expanded shape may be shorter than its result.
                 length = self.body.op("Squeeze", self.body.op("Shape", shape))
-                zero, one = (self.body.const(np.array(number)) for number in (0, 1))
-                places = self.body.op("Range", self.body.op("Neg", length), zero, one)
+                end, step_size = (self.body.const(np.array(number)) for number in (0, 1))
+                places = self.body.op("Range", self.body.op("Neg", length), end, step_size)
                 is_axis = self.body.op("Equal", places, self.body.const([axis]))
                 shape = self.body.op("Where", is_axis, count, shape)
         return shape
@@ -471,7 +472,7 @@ class TileLoop:
     def finish(self, *results: tuple[str, int]) -> list[str]:
         """Close the Loop, of tiles and their ranks: names of results with all rows, on their last axis but one."""
         body, inner = self.body, self.inner
-        kept = inner.op("Identity", self._keep)
+        goes_on = inner.op("Identity", self._keep)
         graph = onnx.helper.make_graph(
             inner.nodes,
             f"{inner.prefix}body",
@@ -480,7 +481,7 @@ class TileLoop:
                 onnx.helper.make_tensor_value_info(self._keep, onnx.TensorProto.BOOL, []),
             ],
             [
-                onnx.helper.make_tensor_value_info(kept, onnx.TensorProto.BOOL, []),
+                onnx.helper.make_tensor_value_info(goes_on, onnx.TensorProto.BOOL, []),
                 *(onnx.ValueInfoProto(name=name) for name, _ in results),
             ],
         )
@@ -514,9 +515,10 @@ def add_spans_of_masks(body: Body, tiles: SiteTiles, rows: int) -> str | None:
     inner = loop.inner
     seen = ""
     for mask in tiles.masks:
-        one = _seen(inner, mask, loop.tile.make(mask.key))
-        one = one if mask.rank == 4 else inner.op("Unsqueeze", one, inner.const(list(range(4 - mask.rank))))
-        seen = inner.op("And", seen, one) if seen else one
+        visible = _seen(inner, mask, loop.tile.make(mask.key))
+        if mask.rank < 4:
+            visible = inner.op("Unsqueeze", visible, inner.const(list(range(4 - mask.rank))))
+        seen = inner.op("And", seen, visible) if seen else visible
     whole = inner.concat([inner.const([1, 1]), loop.tile._count, inner.sizes(*tiles.shape_source(1))], 0)
     return loop.finish((spans_of(inner, inner.op("Expand", seen, whole)), 4))[0]
 
@@ -560,8 +562,8 @@ def run_in_tiles(body: Body, tiling: Tiling) -> dict[int, Forward]:
         context, *products = loop.finish(*results)
         body.rename(context, site.context)
         if slots is not None and has_own:
-            own = body.op("Cast", batch_heads(body, site.context, site.layout, site.num_heads or 1), to=FLOAT)
-            products = [body.concat([own, *products], -1) if products else own]
+            with_own = body.op("Cast", batch_heads(body, site.context, site.layout, site.num_heads or 1), to=FLOAT)
+            products = [body.concat([with_own, *products], -1) if products else with_own]
         forward[layer] = Forward(span, products[0] if products else None)
     return forward
 

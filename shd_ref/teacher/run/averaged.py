@@ -62,8 +62,8 @@ def open_others(first: Path, options: PrecomputeOptions) -> tuple[OtherTeacher, 
             except ShdError:
                 if options.logits_output is None:
                     raise
-                own = PrecomputeOptions(logits=options.logits, logits_output=options.logits_output)
-                targets = find_targets(model, (), own)
+                as_first = PrecomputeOptions(logits=options.logits, logits_output=options.logits_output)
+                targets = find_targets(model, (), as_first)
         others.append(OtherTeacher(path, model, targets.names[LOGITS], f"{LOGITS}-{number}"))
     return tuple(others)
 

@@ -175,8 +175,8 @@ def batch_groups(groups: TokenGroups, batch: Batch) -> NDArray[Any]:
     if groups.kind == "weights":
         return column.swapaxes(1, 2)
     weights = id_groups(column)
-    own = np.arange(weights.shape[1]) <= column.max(axis=1, keepdims=True)
-    return np.where(own[..., None], weights, -1)
+    is_group = np.arange(weights.shape[1]) <= column.max(axis=1, keepdims=True)
+    return np.where(is_group[..., None], weights, -1)
 
 
 class Session(NamedTuple):
@@ -238,7 +238,7 @@ class Sessions:
     ) -> Session:
         """A session of all layers or some, with ``whole`` maps also where others run in tiles."""
         graph = self.graph
-        factors = {layer: one for (layer, _), one in zip(graph.layers, graph.factors, strict=False)}
+        factors = {layer: of_layer for (layer, _), of_layer in zip(graph.layers, graph.factors, strict=False)}
         chosen = graph.layers if layers is None else layers
         plan_of = {layer: plan for (layer, _), plan in zip(graph.layers, self.plans, strict=True)}
         squeezed = squeeze_graph(

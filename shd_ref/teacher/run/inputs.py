@@ -200,8 +200,8 @@ class ModelInputs:
     def remark(self) -> str | None:
         """Columns that the graph does not take, and what the source says, such as how many texts were cut."""
         left = sorted({*self.ignored} - {*TOKEN_COLUMNS, *self._source.made_from, self.seed_column})
-        said = f"left out, as the graph does not take them: {', '.join(left)}" if left else None
-        return "; ".join(filter(None, (said, self._source.remark))) or None
+        ignored = f"left out, as the graph does not take them: {', '.join(left)}" if left else None
+        return "; ".join(filter(None, (ignored, self._source.remark))) or None
 
     def key(self, index: int) -> str:
         return bytes(self.keys[index]).hex()
@@ -281,8 +281,8 @@ class ModelInputs:
     @property
     def longest(self) -> int:
         """Positions of the longest sequence of all samples, as batches have them."""
-        held = (int(each.max(initial=0)) for each in (self.lengths, self.decoder_lengths))
-        return max(self._fixed_length, self._fixed_decoder_length, *held)
+        longest = (int(lengths.max(initial=0)) for lengths in (self.lengths, self.decoder_lengths))
+        return max(self._fixed_length, self._fixed_decoder_length, *longest)
 
     def longest_axis(self, indices: Sequence[int]) -> int:
         """Positions of the longer of both sequences, in a batch of these samples."""

@@ -106,8 +106,8 @@ class LayerOutputs:
         return seen
 
     def without_check(self) -> LayerOutputs:
-        kept = {role: array for role, array in self.arrays.items() if role not in _OF_CHECKS}
-        return replace(self, arrays=kept, ahead=self.looks_ahead, rows=None) if self.has_check else self
+        stored = {role: array for role, array in self.arrays.items() if role not in _OF_CHECKS}
+        return replace(self, arrays=stored, ahead=self.looks_ahead, rows=None) if self.has_check else self
 
     @property
     def map_axes(self) -> tuple[int, int]:

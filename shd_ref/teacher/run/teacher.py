@@ -73,7 +73,7 @@ class TeacherRun:
     Attributes:
         graph, inputs, sessions: the teacher; the data; its squeezed graph as it runs.
         plans: the rounds of every layer.
-        asked, run: how samples are to run; how they do, one at a time where a batch would move their numbers.
+        requested, run: how samples are to run; how they do, one at a time where a batch would move their numbers.
         callers, num_threads: batches that run at once, 0 for one on the caller's thread; threads of a session.
         masks: by site the inputs that say which rows, and which keys, of its maps count.
         logit_columns: classes that each teacher gives, padding included, once a run told.
@@ -82,17 +82,17 @@ class TeacherRun:
     graph: TeacherGraph
     inputs: ModelInputs
     plans: tuple[MergePlan, ...]
-    asked: RunOptions
+    requested: RunOptions
     tiling: Tiling | None = None
     callers: int = 0
     num_threads: int | None = None
     logit_columns: tuple[int, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        graph, asked = self.graph, self.asked
+        graph, requested = self.graph, self.requested
         self.options = graph.options
         # A record must be its sample's alone: in a batch, others would move the scales that round it.
-        self.run = replace(asked, batch_size=1, batch_tokens=None) if graph.runs_alone else asked
+        self.run = replace(requested, batch_size=1, batch_tokens=None) if graph.runs_alone else requested
         self.masks = graph.masks_of(self.inputs)
         row_masks = {layer: self.masks[site.layer][0] for layer, site in graph.layers}
         if self.tiling is not None:
@@ -103,7 +103,7 @@ class TeacherRun:
                 if (tiles := self.tiling.of(site)) is not None:
                     slots[site.layer] = list_slots(tiles, groups)
             self.tiling = replace(self.tiling, slots=slots)
-        self.sessions = Sessions(graph, self.plans, row_masks, asked.provider, self.num_threads, self.tiling)
+        self.sessions = Sessions(graph, self.plans, row_masks, requested.provider, self.num_threads, self.tiling)
 
     @classmethod
     def open(
@@ -159,7 +159,7 @@ class TeacherRun:
         """What the user should know of the run, such as why samples run one at a time."""
         untiled = () if self.tiling is None else self.tiling.whole
         remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
-        shared = (_SHARED_SCALES,) * (self.run != self.asked)
+        shared = (_SHARED_SCALES,) * (self.run != self.requested)
         return (*shared, *remarks)
 
     def fingerprint(self) -> Teacher:
@@ -225,8 +225,8 @@ class TeacherRun:
         values = self.sessions.run(session, session.names, batch)
         graph = session.graph
         made_again = [self._rows_of(layer, values, count) for layer in graph.layers]
-        held = {name for layer in graph.layers for name in layer.source_names}
-        values = {name: array for name, array in values.items() if name not in held}
+        of_rows = {name for layer in graph.layers for name in layer.source_names}
+        values = {name: array for name, array in values.items() if name not in of_rows}
         for output, array in values.items():  # which short cuts of the samples may not have shown
             if len(array) != rows:
                 number, rest = divmod(len(array), rows)

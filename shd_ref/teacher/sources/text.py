@@ -148,10 +148,10 @@ class TokenizedSource(Source):
         except ValueError as error:
             raise self.refuse(f"the texts must be what the tokenizer can read: {error}", start) from error
         if "unlike" in answer:
-            own, others = answer["ids"]
+            ids, expected = answer["ids"]
             rule = f"must give the tokens that AutoTokenizer gives, by all files of {self._path}"
             raise self.refuse(
-                f"the text {rule}; tokenizer.json alone gives {own}, and not {others}: {_HOW_TO_AGREE}",
+                f"the text {rule}; tokenizer.json alone gives {ids}, and not {expected}: {_HOW_TO_AGREE}",
                 start + answer["unlike"],
             )
         for tokens in arrays if with_spans else ():
@@ -161,9 +161,9 @@ class TokenizedSource(Source):
     def _compare(self) -> None:
         """Begin to compare with transformers, which takes a second: not before texts are read."""
         if not self._is_compared:
-            told: dict[str, Any] = {"folder": str(self._path), "limit": self.max_length}
+            settings: dict[str, Any] = {"folder": str(self._path), "limit": self.max_length}
             try:
-                self._tokenizer.ask(_LIBRARY_SECONDS, **told, lower=self._settings.lower)
+                self._tokenizer.ask(_LIBRARY_SECONDS, **settings, lower=self._settings.lower)
             except ValueError as error:
                 raise inputs_invalid(
                     f"tokenizer {self._path} must agree in all its files; {error}: {_HOW_TO_AGREE}"

@@ -34,9 +34,9 @@ def main() -> None:
                 answer = {}
             elif "limit" in request:
                 # By the strategy of the tokenizer's file, and from the side that its folder says, or else the file.
-                kept = (tokenizer.truncation or {}) | request["changes"]
-                told = {name: kept[name] for name in ("strategy", "direction") if name in kept}
-                tokenizer.enable_truncation(request["limit"], **told)
+                truncation = (tokenizer.truncation or {}) | request["changes"]
+                settings = {name: truncation[name] for name in ("strategy", "direction") if name in truncation}
+                tokenizer.enable_truncation(request["limit"], **settings)
                 answer = {}
             else:
                 answer, arrays = _encode(tokenizer, request["texts"], library, with_spans=request["with_spans"])
@@ -55,8 +55,8 @@ def _load(file: str, *, lower: bool, pairs: bool, **_: object) -> tuple[Any, dic
     if lower:
         own_rules = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own_rules])
-    own = tokenizer.truncation and tokenizer.truncation["max_length"]
-    return tokenizer, {"own": own, "added": tokenizer.num_special_tokens_to_add(pairs)}
+    limit = tokenizer.truncation and tokenizer.truncation["max_length"]
+    return tokenizer, {"own": limit, "added": tokenizer.num_special_tokens_to_add(pairs)}
 
 
 def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool, **_: object) -> Any:
@@ -70,8 +70,9 @@ def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool
         library: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception:  # of a folder without a model's config.json, or with code of its own
         return None
-    rules = [json.loads(one.to_str()) for one in (tokenizer, getattr(library, "backend_tokenizer", None)) if one]
-    same = [{key: value for key, value in one.items() if key not in ("truncation", "padding")} for one in rules]
+    backends = (tokenizer, getattr(library, "backend_tokenizer", None))
+    rules = [json.loads(backend.to_str()) for backend in backends if backend]
+    same = [{key: value for key, value in rule.items() if key not in ("truncation", "padding")} for rule in rules]
     if same[1:] == same[:1] and not lower:
         return None
     kept: dict[str, Any] = {} if limit is None else {"truncation": True, "max_length": limit}
@@ -86,10 +87,10 @@ def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool
 def _follow_settings(tokenizer: Any, folder: str) -> None:
     """The one setting that tells without its class what transformers would do."""
     file = Path(folder, "tokenizer_config.json")
-    told = json.loads(file.read_bytes()) if file.exists() else {}
+    config = json.loads(file.read_bytes()) if file.exists() else {}
     rules = b"" if tokenizer.normalizer is None else tokenizer.normalizer.__getstate__()
     is_lower = b'"Lowercase"' in rules or b'"lowercase":true' in rules
-    if told.get("do_lower_case", is_lower) is not is_lower:
+    if config.get("do_lower_case", is_lower) is not is_lower:
         raise ValueError(f"it does not follow do_lower_case of {file.name}")
 
 

@@ -344,10 +344,10 @@ def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
 
 def _time(run: Callable[[Batch], Any], batches: Iterable[Batch]) -> float:
     """Seconds for all batches: medians of some rounds, after one that warms up."""
-    kept, seconds = list(batches), []
+    prepared, seconds = list(batches), []
     for _ in range(1 + ROUNDS):
         started = time.perf_counter()
-        for batch in kept:
+        for batch in prepared:
             run(batch)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])

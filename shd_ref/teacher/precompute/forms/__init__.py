@@ -45,11 +45,12 @@ def describe_forms(work: TeacherRun, outputs: BatchOutputs) -> Forms:
 
 def options_for(forms: Held, *, has_targets: bool = True) -> dict[str, Any]:
     """The ``PrecomputeOptions`` that ask for what a cache holds, all of it or its attention."""
-    asked: dict[str, Any] = {"form": NO_FORM, "hidden": ()}
+    options: dict[str, Any] = {"form": NO_FORM, "hidden": ()}
     for form in forms.forms:
-        said = maker_of(form).options(form) if has_targets or maker_of(form).BY_LAYER else {}
-        asked |= said | {"hidden": (*asked["hidden"], *said.get("hidden", ()))}  # last states are among them
-    return asked
+        of_form = maker_of(form).options(form) if has_targets or maker_of(form).BY_LAYER else {}
+        hidden = (*options["hidden"], *of_form.get("hidden", ()))  # last states are among them
+        options |= of_form | {"hidden": hidden}
+    return options
 
 
 def make_records(outputs: BatchOutputs, forms: Held, seed_of: Callable[[int], int | None]) -> list[SampleRecord]:

@@ -82,7 +82,7 @@ class AttentionMaker(Maker[AttentionT]):
         """The form, with the members that both forms share."""
 
     def options(self, form: AttentionT) -> dict[str, Any]:
-        asked = {
+        options = {
             "num_student_heads": form.num_student_heads,
             "layer_pairs": tuple((layer.student_layer, layer.teacher_layer) for layer in form.layers),
             "plans": form.layer_plans,
@@ -94,8 +94,8 @@ class AttentionMaker(Maker[AttentionT]):
         }
         if form.matching is not None:
             matching = {"matched_by": form.matching.by, "calibration_samples": form.matching.samples}
-            asked |= {"plan": MATCHED} | matching
-        return asked
+            options |= {"plan": MATCHED} | matching
+        return options
 
     def make(
         self, form: AttentionT, samples: Sequence[BatchOutputs], extents: Sequence[Extent]
@@ -153,17 +153,17 @@ class MapsMaker(AttentionMaker[Maps]):
         axes = {layer.map_axes for layer in outputs.layers}
         one_sequence = {work.graph.site_kinds.kind(site) for _, site in work.graph.layers} <= {None, "encoder"}
         groups = work.options.groups
-        own = not one_sequence or len(axes) > 1 or any(rows != keys for rows, keys in axes)  # CACHE-128
-        own = own or groups is not None
+        has_shapes = not one_sequence or len(axes) > 1 or any(rows != keys for rows, keys in axes)  # CACHE-128
+        has_shapes = has_shapes or groups is not None
         first = outputs.layers[0]
         rows = first.map_axes[0] if first.row_mask is None else first.row_mask.sum(axis=-1).max()
         # Of one row, behind padding in front or not, none can tell.
-        full = own or rows == 1 or any(layer.looks_ahead.any() for layer in outputs.layers)
+        full = has_shapes or rows == 1 or any(layer.looks_ahead.any() for layer in outputs.layers)
         return Maps(
             **squeeze,
             support="full" if full else "causal",
             temperature=work.options.temperature,
-            shapes="own" if own else "length",
+            shapes="own" if has_shapes else "length",
             groups=groups,
         )
 
@@ -327,8 +327,8 @@ def _compare_maps(
     share, difference = len(queries) // len(keys), 0.0
     for rows, maps in _cut_tiles(tiles, extent):
         for head, probs in enumerate(maps["probs"]):
-            one = queries[head : head + 1], keys[head // share][None]
-            (made,) = rebuild_maps(*one, scale, support, window=window, rows=rows)
+            of_head = queries[head : head + 1], keys[head // share][None]
+            (made,) = rebuild_maps(*of_head, scale, support, window=window, rows=rows)
             made -= probs
             difference = float(np.maximum(difference, (0.5 * np.abs(made, out=made).sum(axis=-1)).max()))
     limit = tolerance_of("factored", site.dtype or "float32")

@@ -41,13 +41,13 @@ class RowsMaker(Maker[RowsT]):
         self, form: RowsT, sample: BatchOutputs, extent: Extent
     ) -> Iterator[tuple[int | None, NDArray[np.float32], Counted]]:
         """The rows of a record, and which of them count, part by part, after the number of the part's layer."""
-        kept = slice(extent.decoder) if form.rows == "decoder" else slice(extent.first, extent.length)
+        positions = slice(extent.decoder) if form.rows == "decoder" else slice(extent.first, extent.length)
         mask = sample.targets.row_mask
         for part, values in zip(form.parts, self.values(form, sample), strict=True):
             if form.rows == "sample":
                 yield part.layer, values[None], None
             else:
-                yield part.layer, values[kept], None if mask is None else mask[kept]
+                yield part.layer, values[positions], None if mask is None else mask[positions]
 
     def make(self, form: RowsT, samples: Sequence[BatchOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
         """Rows of bytes, by the names of the form's parts; errors name the sample."""
@@ -71,11 +71,11 @@ class RowsMaker(Maker[RowsT]):
     ) -> tuple[int, float]:
         # A mean moves no further than the teacher of it that moves most.
         dtypes = [dtype, *(teacher.dtype for teacher in form.averaged)]
-        again = max(tolerance_of("recheck", one) for one in dtypes)
+        tolerance = max(tolerance_of("recheck", kind) for kind in dtypes)
         count, largest = 0, 0.0
         for part, (layer, rows, counted) in zip(form.parts, self.rows(form, sample, record.extent), strict=True):
             moves, bounds = form.compare(record, rows, layer)
-            limits = bounds + again
+            limits = bounds + tolerance
             wrong = ~(moves <= limits) if counted is None else ~(moves <= limits) & counted
             if wrong.any():
                 row = int(np.where(wrong, moves - limits, -np.inf).argmax())
