@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +15,11 @@ from rich.table import Table
 from shd_ref.commands.options import InputOptions, NoAttention, StudentHeads, TeacherPath, heads_of, option_words
 from shd_ref.commands.program import Document
 from shd_ref.commands.terminal import console, narrow_table, plus_minus, print_remarks, show_progress
-from shd_ref.teacher.options import FROM_1, MATCHED, MeasuredRun, PlannedOptions, PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import FROM_1, MeasuredRun, PlannedOptions, PrecomputeOptions, RunOptions
 from shd_ref.teacher.sources import Source
 
 if TYPE_CHECKING:
-    from shd_ref.teacher.study.forecast import Fidelity, Forecast
+    from shd_ref.teacher.study.forecast import Forecast
 
 STUDENT_FIELDS: Final = ("num_student_heads", "num_student_layers", "layer_pairs")
 """Options that a student's folder says."""
@@ -45,7 +45,7 @@ def plan(
     shd plan teacher.onnx --inputs data.npz --student-heads 4
 
     Ends with the command that creates the cache, or the advice to use a live teacher, if reading a cache would be
-    slower. Plans are compared by the error of the attention output that merging makes, layer by layer.
+    slower. The residual is the error that merging heads by --plan makes in the attention output, layer by layer.
 
     Args:
         samples: Samples to run the teacher on.
@@ -76,15 +76,7 @@ def measure(
     for options, out in students:
         with show_progress("samples measured") as (on_progress,):
             on_progress(0, 0)
-            forecast = forecast_cache(
-                teacher,
-                source,
-                options,
-                run,
-                samples=samples,
-                read_bandwidth=read_bandwidth,
-                on_progress=lambda done, total: on_progress(done, total, says="merge plans"),
-            )
+            forecast = forecast_cache(teacher, source, options, run, samples=samples, read_bandwidth=read_bandwidth)
         line = None
         if forecast.pays:
             default = PrecomputeOptions(1)
@@ -119,7 +111,9 @@ def precompute_command(
 
 
 def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | None) -> None:
-    """Forms and codecs, plans, and the command; without a command where no cache pays."""
+    """Forms and codecs, the residual, and the command; without a command where no cache pays."""
+    from shd_ref.teacher.study.forecast import MOST_LOST
+
     heads = f"{num_student_heads} student heads" if num_student_heads else "no attention"
     length = f"{forecast.mean_length:.0f} positions on average, {forecast.max_length} at most"
     support = f", {forecast.support} support" if forecast.support else ""
@@ -132,8 +126,11 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
         _say(f"of these {target.subject} {target.codec}: {size}; mean errors: {means}")
     for refused in forecast.refused:
         _say(f"not {refused}")
-    if forecast.fidelity:
-        _print_fidelity(forecast.fidelity)
+    if forecast.residual is not None:
+        residual = plus_minus(forecast.residual, forecast.margin, most=4)
+        _say(f"residual: {residual} of the attention output, by weights 1/2 {forecast.constant_residual:.4f}")
+        if forecast.residual > MOST_LOST:
+            _say("no student was shown to gain above 52%: take more heads, or --plan matched")
     size = f"{forecast.taken.title}, {decimal(round(forecast.taken.total_bytes))} in all"
     least = f"{decimal(round(forecast.taken.break_even))}/s"
     if command:
@@ -168,26 +165,3 @@ def _forms(forecast: Forecast) -> Table:
             style="bold" * (way is forecast.taken),
         )
     return table
-
-
-def _print_fidelity(results: Sequence[Fidelity]) -> None:
-    """A plan and strategy per row, in the order of their options."""
-    from shd_ref.teacher.study.forecast import MOST_LOST
-
-    table = narrow_table()
-    for name in ("merged by", "weights"):
-        table.add_column(name)
-    table.add_column("residual", justify="right")
-    least = min(results, key=lambda result: result.residual)
-    for result in results:
-        residual = plus_minus(result.residual, result.margin, most=4)
-        table.add_row(result.plan, result.strategy, residual, style="bold" * (result is least))
-    console.print()
-    console.print(table)
-    _say("residual: of the attention output with its heads merged, a mean over layers; ±: 95% over samples")
-    if least.residual > MOST_LOST:
-        error = f"{least.residual:.0%}"
-        _say(f"attention is off by {error}; no student was shown to gain above 52%: take more heads")
-    if all(result.plan != MATCHED for result in results):
-        _say("no matched plan was measured: it needs networkx (pip install '.[oracles]' in a checkout) and samples")
-        _say("that are not too long together (--calibration-samples)")

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from shd_ref.teacher.sources import Row as Row
     from shd_ref.teacher.sources import Source as Source
     from shd_ref.teacher.sources import open_source as open_source
-    from shd_ref.teacher.study.forecast import Fidelity as Fidelity
     from shd_ref.teacher.study.forecast import forecast_cache as forecast_cache
     from shd_ref.teacher.study.recheck import recheck_records as recheck_records
 
@@ -54,7 +53,7 @@ _ROOMS = {
     "session": ("open_session",),
     "sources": ("ArraySource", "IndexedSource", "Row", "Source", "open_source"),
     "sentence_folder": ("Pooling", "read_pooling"),
-    "study.forecast": ("Fidelity", "forecast_cache"),
+    "study.forecast": ("forecast_cache",),
     "study.recheck": ("recheck_records",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

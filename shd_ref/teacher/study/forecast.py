@@ -1,6 +1,6 @@
 """A cache before anyone writes it, measured on a few samples: bytes, time and error of every form and codec.
 
-Then the heads: the residual of the attention output with its heads merged, by a few plans, as precompute tells it.
+Then the heads: the residual of the attention output with its heads merged, as precompute tells it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,11 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.cache import Attention, CodecError, Errors, Extent, LogitsError, RowError, SampleRecord
-from shd_ref.cache.documents import sample_order
 from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError, need
-from shd_ref.merging.plans import MergePlan, merge_plan
-from shd_ref.teacher.options import CODECS_OF, MATCHED, NO_FORM, PrecomputeOptions, RunOptions
+from shd_ref.teacher.options import CODECS_OF, NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
 from shd_ref.teacher.precompute.forms import check_company, describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
@@ -37,13 +35,9 @@ READ_SAMPLES: Final = 1000
 """Samples whose lengths are read: spread over the data set where any row is at hand, else the first."""
 ROUNDS: Final = 3
 """Timed runs of every batch, after one that warms up; the median counts."""
-COMPARED_SAMPLES: Final = 16
-"""Samples on which plans are compared; with less than half as many held out, those of matching too."""
 MAX_ERROR: Final = 0.01
 """Largest mean share of a row's probability that coding may move, a convention: on 256 tokens ``sqrt8-row`` moves
 less than half of it, and ``u4`` several times as much."""
-MOST_BYTES: Final = 2**29
-"""Whole maps of a layer, in float32, of all samples that a plan may be matched on without being asked for."""
 MOST_LOST: Final = 0.6
 """Residual beyond which no gain in training is promised: students of the study gained at .52, none at .56,
 and nothing was measured beyond."""
@@ -84,30 +78,13 @@ class TargetForecast:
 
 
 @dataclass(frozen=True)
-class Fidelity:
-    """What one way to merge heads keeps of the attention output.
-
-    Attributes:
-        plan, strategy: in the words of ``PrecomputeOptions``; ``given`` for rounds.
-        residual: relative error of the merged attention output, a mean over layers and samples.
-        margin: half of its 95% interval, Student's t over samples; None of a single sample.
-        plans: the rounds of every layer.
-    """
-
-    plan: str
-    strategy: str
-    residual: float
-    margin: float | None
-    plans: tuple[MergePlan, ...] = field(repr=False)
-
-
-@dataclass(frozen=True)
 class Forecast:
     """What ``shd plan`` shows; seconds are per sample, of the teacher and of the advised way's graph.
 
     Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``beside`` is held next to attention in all
-    ways; ``fidelity`` is of the asked plan and a few others. Unless the way ``taken`` ``pays``, run the teacher while
-    training.
+    ways. ``residual`` is the relative error of the merged attention output, a mean over layers and samples, with half
+    of its 95% interval (None of a single sample), ``constant_residual`` that of weights 1/2; None without attention.
+    Unless the way ``taken`` ``pays``, run the teacher while training.
     """
 
     num_samples: int
@@ -124,7 +101,9 @@ class Forecast:
     beside: tuple[TargetForecast, ...]
     refused: tuple[str, ...]
     remarks: tuple[str, ...]
-    fidelity: tuple[Fidelity, ...]
+    residual: float | None
+    margin: float | None
+    constant_residual: float | None
 
 
 def forecast_cache(
@@ -135,13 +114,12 @@ def forecast_cache(
     *,
     samples: int = 8,
     read_bandwidth: float = 500.0,
-    on_progress: Callable[[int, int], None] | None = None,
 ) -> Forecast:
     """Measure a few samples and say what the cache of the whole data set would cost, in every form and codec.
 
     Arguments are those of ``precompute``, whose form and codec do not matter here. The teacher runs on so many
-    ``samples``; a training device reads ``read_bandwidth`` MB a second; ``on_progress`` is called with plans compared
-    and in all. Raises what ``TeacherRun`` does, and ``argument-value``, ``graph-unsupported``, ``not-finite``.
+    ``samples``; a training device reads ``read_bandwidth`` MB a second. Raises what ``TeacherRun`` does, and
+    ``argument-value``, ``graph-unsupported``, ``not-finite``.
     """
     need(samples >= 1, "argument-value", "samples", "be at least 1", samples)
     is_rate = 0 < read_bandwidth < math.inf
@@ -165,7 +143,7 @@ def forecast_cache(
                 raise
             refused.append(f"{asks['form']}: {error}")
     ways, last = tuple(way.forecast for way in measured), measured[-1]
-    taken = advise(ways)
+    taken, residuals = advise(ways), _residuals(work, chosen)
     return Forecast(
         num_samples=count,
         read_samples=len(work.inputs),
@@ -181,7 +159,9 @@ def forecast_cache(
         beside=last.beside,
         refused=tuple(dict.fromkeys(refused)),
         remarks=work.remarks,
-        fidelity=compare_plans(work, on_progress),
+        residual=float(residuals[:, 0].mean()) if work.graph.layers else None,
+        margin=half_width(residuals[:, 0]) if work.graph.layers else None,
+        constant_residual=float(residuals[:, 1].mean()) if work.graph.layers else None,
     )
 
 
@@ -256,48 +236,10 @@ def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) ->
         yield sum(width * math.prod(shape) for width, shape in zip(widths, form.part_shapes(extent), strict=True))
 
 
-def compare_plans(work: TeacherRun, on_progress: Callable[[int, int], None] | None = None) -> tuple[Fidelity, ...]:
-    """The residual of a few plans, by the strategy that was asked for and by a constant 1/2; none without attention.
-
-    Samples that plans are matched on are held out where enough others are left.
-    """
-    if not work.graph.layers:
-        return ()
-    order = [int(index) for index in sample_order(len(work.inputs), work.run.seed)]
-    held_out = order[work.options.calibration_samples :]
-    chosen = (held_out if 2 * len(held_out) >= COMPARED_SAMPLES else order)[:COMPARED_SAMPLES]
-    plans, results = list(_plans(work, order)), []
-    for number, (plan, rounds) in enumerate(plans, 1):
-        residuals = _residuals(replace(work, plans=rounds), chosen)
-        by_strategy = dict(zip((work.options.strategy, "constant"), residuals.T, strict=True))
-        results += [
-            Fidelity(plan, strategy, float(of_samples.mean()), half_width(of_samples), rounds)
-            for strategy, of_samples in by_strategy.items()
-        ]
-        if on_progress is not None:
-            on_progress(number, len(plans))
-    return tuple(results)
-
-
-def _plans(work: TeacherRun, order: Sequence[int]) -> Iterator[tuple[str, tuple[MergePlan, ...]]]:
-    """The plan that was asked for, the progressive one, and a matched one: with networkx, on samples not too long."""
-    options, graph = work.options, work.graph
-    first = str(options.plan) if options.plans is None and isinstance(options.plan, str) else "given"
-    yield first, work.plans
-    if first != "progressive":
-        yield "progressive", (merge_plan(graph.num_heads, options.num_student_heads),) * len(graph.layers)
-    calibrating = order[: options.calibration_samples]
-    entries = sum(graph.num_heads * work.inputs.longest_axis((index,)) ** 2 for index in calibrating)
-    if first != MATCHED and 4 * entries <= MOST_BYTES:
-        try:
-            yield MATCHED, work.match_plans()
-        except ShdError as error:
-            if error.code != "dependency-missing":
-                raise
-
-
 def _residuals(work: TeacherRun, chosen: Sequence[int]) -> NDArray[np.float64]:
-    """Of each sample ``(n, 2)``: a mean over layers, by the strategy and by a constant 1/2."""
+    """Of each sample ``(n, 2)``: a mean over layers, by the strategy and by weights 1/2; no row without attention."""
+    if not work.graph.layers:
+        return np.empty((0, 2))
     compared: dict[int, list[Comparison]] = {index: [] for index in chosen}
     for batch in work.checked_batches(chosen):
         for outputs in work.squeeze_parts(batch):
