@@ -27,7 +27,7 @@ from shd_ref.teacher.graph.find import (
     select_sites,
 )
 from shd_ref.teacher.graph.inputs import TOO_MUCH, InputSpec, count_rows, frozen_specs, input_specs, read_pads
-from shd_ref.teacher.graph.targets import GraphHead, TargetTensors, dtype_of, find_targets
+from shd_ref.teacher.graph.targets import TargetTensors, dtype_of, find_targets
 from shd_ref.teacher.opening.load import load_teacher
 from shd_ref.teacher.opening.model import Weights, hash_teacher, onnx, shares_scales, take_weights
 from shd_ref.teacher.options import PrecomputeOptions, check_options
@@ -131,11 +131,6 @@ class TeacherGraph:
         check_options(options)
         factors = choose_stored(self.model, self.layers, self.site_kinds, options)
         return replace(self, options=options, factors=factors)
-
-    @property
-    def head(self) -> GraphHead | None:
-        """The head that ``exact`` targets keep."""
-        return self.targets.head
 
     @property
     def has_decoder_rows(self) -> bool:

@@ -23,7 +23,7 @@ from shd_ref.cache.forms.form import F32, Form
 from shd_ref.errors import ShdError, need
 from shd_ref.teacher.options import CODECS_OF, NO_FORM, PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.compare import Comparison, compare_layers
-from shd_ref.teacher.precompute.forms import check_company, describe_forms, make_records, measure_errors
+from shd_ref.teacher.precompute.forms import describe_forms, make_records, measure_errors
 from shd_ref.teacher.run.inputs import Batch, run_batch
 from shd_ref.teacher.run.outputs import check_finite
 from shd_ref.teacher.run.teacher import TeacherRun
@@ -128,7 +128,6 @@ def forecast_cache(
     # Every codec codes the same maps, as the graph gives them for this one.
     uncoded = replace(options, form="maps", codec="float32") if options.has_attention else options
     work = TeacherRun.open(Path(teacher), _SampledSource(source, READ_SAMPLES), uncoded, run or RunOptions())
-    check_company(work)
     chosen, count = _spread(work.inputs.lengths, samples), len(source)
     teacher_seconds = _time(_plain_runner(work), work.batches(chosen)) / len(chosen)
     choices: list[dict[str, str]] = [{"form": NO_FORM}]

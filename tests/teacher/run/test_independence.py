@@ -1,6 +1,6 @@
 """Maps are those of single samples, or refused: shown on the first samples of the data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from shd_ref import ShdError
 from shd_ref.cache import CacheReader
 from shd_ref.cli import load_app
 from shd_ref.conformance import load_tolerances
-from shd_ref.teacher import PrecomputeOptions, RunOptions, forecast_cache, recheck_records
+from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.precompute.engine import precompute
 
 HEADS, WIDTH = 2, 6
@@ -188,19 +188,13 @@ def test_samples_that_run_alone_must_give_the_same_twice(tmp_path: Path) -> None
     assert "--batch-size 1" not in str(caught.value)
 
 
-def test_every_command_refuses_also_beside_a_flag(tmp_path: Path) -> None:
+def test_a_flag_beside_the_samples_is_none_of_them(tmp_path: Path) -> None:
     model = onnx.ModelProto()
     model.CopyFrom(REFUSED["batch normalisation"][0])
     data = samples_for(model)
     model.graph.input.append(onnx.helper.make_tensor_value_info("use_cache_branch", TensorProto.BOOL, (1,)))
-    teacher = saved(model, tmp_path)
-    commands: Sequence[Callable[[], object]] = (
-        lambda: forecast_cache(teacher, data, PrecomputeOptions(1)),
-        lambda: precompute(teacher, data, tmp_path / "cache", PrecomputeOptions(1)),
-    )
-    for command in commands:
-        with refusal("graph-unsupported", NOT_ITS_OWN):
-            command()
+    with refusal("graph-unsupported", NOT_ITS_OWN):
+        precompute(saved(model, tmp_path), data, tmp_path / "cache", PrecomputeOptions(1))
 
 
 def test_shared_scales_make_samples_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

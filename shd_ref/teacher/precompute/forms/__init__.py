@@ -83,12 +83,11 @@ _MOST_GROUPS: Final = 1000
 """Batches that are looked through for samples that run together."""
 
 
-def check_company(work: TeacherRun, forms: Held | None = None) -> None:
+def check_company(work: TeacherRun, forms: Held) -> None:
     """Refuse a teacher that gives a sample alone otherwise than in company: a record must not tell its batch.
 
     Two samples run together, and one of them alone; what would be stored of it must be right in company too, by the
     rule by which a cache is checked against its teacher (CACHE-91). Where all samples run alone, one runs twice.
-    ``forms`` are the manifest's, where there is one.
     """
     lengths = work.inputs.lengths
     groups = list(itertools.islice(work.groups(range(len(work.inputs))), _MOST_GROUPS))
@@ -96,24 +95,18 @@ def check_company(work: TeacherRun, forms: Held | None = None) -> None:
     pairs = [(group[0], group[-1]) for group in groups if len(group) > 1]
     pairs.sort(key=lambda pair: int(lengths[pair[1]]) / max(int(lengths[pair[0]]), 1))
     batch = (pairs or groups[-1:])[0]
-    alone = work.squeeze(work.inputs.batch(batch[-1:]), checked=forms is None)
+    alone = work.squeeze(work.inputs.batch(batch[-1:]))
     check_finite(work, alone)
-    try:
-        described = forms or describe_forms(work, alone)
-        (record,) = make_records(alone, described, work.inputs.seed)
-    except ShdError:
-        if forms is not None:
-            raise
-        return  # it is refused where it is to be stored
+    (record,) = make_records(alone, forms, work.inputs.seed)
     parts = {**record.parts}  # as they are read again
-    for form in described.forms:
+    for form in forms.forms:
         coded = (part.name for part in form.parts if part.dtype == U8)
         parts |= dict(zip(coded, form.pack(record), strict=True))
     record = replace(record, parts=parts)
     # Where activations are rounded to integers, a last bit may move a map by much.
     dtype = "bfloat16" if rounds_in_run(work.graph.model) else work.graph.dtype
     for part, company in enumerate(work.squeeze_parts(work.inputs.batch(batch))):
-        for maker, form in ((maker_of(form), form) for form in described.forms):
+        for maker, form in ((maker_of(form), form) for form in forms.forms):
             try:
                 if maker.BY_LAYER or not part:
                     maker.recheck(form, dtype, company[len(batch) - 1], record, COMPARED_ENTRIES)

@@ -202,7 +202,7 @@ class ExactMaker(RowsMaker[Exact]):
     """Makes ``Exact``: the states that the head reads, and the head, compared with the graph's own logits first."""
 
     def describe(self, work: TeacherRun, outputs: BatchOutputs) -> Exact | None:
-        if work.graph.head is None:
+        if work.graph.targets.head is None:
             return None
         check_states(work, outputs, "the states that the head reads", outputs.targets.arrays[LAST_ROLE])
         form, _ = _with_head(work, work.options.hidden_codec, _rows_of(work))
@@ -227,7 +227,7 @@ class ExactMaker(RowsMaker[Exact]):
 
 def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence[Any]]:
     """The form of a teacher, and the pieces of its head's file."""
-    graph_head, size = work.graph.head, work.options.vocab_size
+    graph_head, size = work.graph.targets.head, work.options.vocab_size
     assert graph_head is not None  # it was asked for
     columns = len(graph_head.head.weight)
     rule = f"be at most {columns}, the classes of the teacher's head"
@@ -238,9 +238,9 @@ def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence
 
 def _compare_head(work: TeacherRun, form: Exact, index: int) -> None:
     """Compare the head with the graph's own logits, on rows of a sample (CACHE-191)."""
-    assert work.graph.head is not None
-    states, logits = work.run_head(index, work.graph.head)
-    logits_of_head = work.graph.head.head.cut(form.head.vocab_size).logits(states)
+    assert work.graph.targets.head is not None
+    states, logits = work.run_head(index, work.graph.targets.head)
+    logits_of_head = work.graph.targets.head.head.cut(form.head.vocab_size).logits(states)
     moved = rows_moved(logits, 1.0, lambda rows: logits_of_head[rows]).max(initial=0.0)
     limit = tolerance_of("recheck", work.graph.dtype)
     rule = f"make its logits of the states that are stored, within a total variation of {limit:g}"
