@@ -58,8 +58,8 @@ class InputOptions:
     """Where the inputs of a teacher come from, and how texts are read.
 
     Attributes:
-        inputs: Model inputs, one column per graph input: .npz, .safetensors, .parquet, .arrow, .jsonl, or a folder of
-            Parquet or Arrow files.
+        inputs: Model inputs, one column per graph input: .npz, .parquet, .arrow, .jsonl, or a folder of Parquet or
+            Arrow files.
         tokenizer: For text: tokenizer.json, or its folder; tokenizer_config.json there limits the length
             (model_max_length).
         text_column: For text: name of its column. Default: text.

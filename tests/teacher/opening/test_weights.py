@@ -9,11 +9,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support.attention_graphs import language_model, token_samples
+from support.attention_graphs import language_model
 
-from shd_ref.teacher import PrecomputeOptions, find_sites, load_teacher, open_session
+from shd_ref.teacher import find_sites, load_teacher, open_session
 from shd_ref.teacher.opening.model import Weights, put_back, take_weights
-from shd_ref.teacher.precompute.engine import precompute
 
 WIDTH = 64
 FEEDS = {"x": np.random.default_rng(0).normal(size=(2, WIDTH)).astype(np.float32)}
@@ -126,24 +125,3 @@ def test_a_weight_that_nothing_reads_is_not_missed(tmp_path: Path) -> None:
     assert "unread" in take_weights(with_it)[1]
     for one, other in zip(find_sites(with_it), find_sites(without), strict=True):
         assert (one.name, one.supported) == (other.name, True)
-
-
-def test_a_weight_may_be_named_as_ours_are(tmp_path: Path) -> None:
-    model = language_model(num_heads=12)
-    onnx.save(model, tmp_path / "plain.onnx")
-    product = next(node for node in model.graph.node if node.op_type == "MatMul")
-    product.name = "squeezing_heads/linear_0/product"
-    names = {product.input[1]: "squeezing_heads/linear_0/weight", product.output[0]: product.name}
-    for tensor in model.graph.initializer:
-        tensor.name = names.get(tensor.name, tensor.name)
-    for node in model.graph.node:
-        for values in (node.input, node.output):
-            values[:] = [names.get(value, value) for value in values]
-    onnx.save(model, tmp_path / "teacher.onnx")
-    inputs, options = token_samples(4, 9, least=9), PrecomputeOptions(num_student_heads=6)
-    held: list[list[bytes]] = []
-    for name in ("plain", "teacher"):
-        precompute(tmp_path / f"{name}.onnx", inputs, tmp_path / name, options)
-        shards = [path.read_bytes() for path in sorted((tmp_path / name).rglob("*.safetensors"))]
-        held.append([data[8 + int.from_bytes(data[:8], "little") :] for data in shards])  # headers name the manifest
-    assert held[0] == held[1] != []
