@@ -1,7 +1,7 @@
 """From a running teacher to a cache, in this order; ``engine.py`` tells it.
 
 A place that cannot become a cache is refused. Of the first samples, ``compare.py`` judges the graph by the reference;
-``forms`` describe what a record has, for the manifest, and compare a sample alone with itself in company. Then each
-batch runs, becomes records, and full shards are committed; the last one seals the cache. ``ray_engine.py`` deals the
+``forms`` describe what a record has, for the manifest, and compare a sample alone with itself in company. Then, shard
+by shard, batches run, become records, and are committed; the last shard seals the cache. ``ray_engine.py`` deals the
 shards to other processes.
 """

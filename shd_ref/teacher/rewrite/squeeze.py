@@ -122,7 +122,6 @@ def squeeze_graph(
     """
     options = options or PrecomputeOptions()
     check_merge(options)
-    _check_layers(model, layers, has_targets=targets is not None and bool(targets.names))
     codec = "float32" if factors else options.codec
     temperature = check_temperature(options.temperature)
     body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
@@ -134,6 +133,8 @@ def squeeze_graph(
     if pooled:
         body.inputs.append(onnx.helper.make_tensor_value_info(GROUPS_INPUT, FLOAT, [None] * 3))
     for (student_layer, site), plan in zip(layers, list_plans(options, len(layers)), strict=True):
+        if not site.supported:
+            raise graph_unsupported(f"site {site.name} cannot be squeezed: {site.reason}")
         check_sinks(site, codec, temperature)
         body.prefix = f"{FUNCTION_DOMAIN}/{student_layer}/"
         heads, d_v = site.num_heads or 0, site.d_v or 0  # known for supported sites
@@ -357,20 +358,3 @@ def check_opset(model: onnx.ModelProto) -> int:
     if opset < MIN_OPSET:
         raise graph_unsupported(OLD_OPSET.format(opset))
     return opset
-
-
-def _check_layers(model: onnx.ModelProto, layers: Sequence[tuple[int, AttentionSite]], *, has_targets: bool) -> None:
-    students = [student for student, _ in layers]
-    if not (students or has_targets) or len(set(students)) != len(students):
-        raise ShdError(
-            "layers-invalid", f"layers must hold each student layer once, and at least one; got {students}"
-        )
-    tensors = {name for node in model.graph.node for name in node.output} | {v.name for v in model.graph.input}
-    for _, site in layers:
-        if not site.supported:
-            raise graph_unsupported(f"site {site.name} cannot be squeezed: {site.reason}")
-        if not tensors >= {site.probs, site.values}:
-            raise graph_unsupported(
-                f"site {site.name} must be one of this model's, but it has no tensors {site.probs!r} and "
-                f"{site.values!r}: call find_sites on the same model"
-            )

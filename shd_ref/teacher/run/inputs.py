@@ -69,36 +69,28 @@ class Batch:
     decoder_lengths: tuple[int, ...] = ()
 
 
-class Supply:
-    """What is fed beside the data: an empty past, ``position_ids`` by the mask, types of 0, no cache branch."""
+def check_supplied(spec: InputSpec) -> None:
+    """Refuse an input that does not follow from the others."""
+    if spec.past_problem is not None:
+        raise inputs_invalid(f"inputs must hold {spec.name}: {spec.past_problem}")
+    if spec.part == "positions" and len(spec.shape) != 2:
+        rule = f"inputs must hold {spec.name}, since only (B, L) follows from the mask, and the graph takes it"
+        raise inputs_invalid(f"{rule} with {len(spec.shape)} axes: give it as a column")
 
-    def __init__(self, specs: Sequence[InputSpec]) -> None:
-        self._specs = tuple(specs)
-        for spec in self._specs:
-            if spec.past_problem is not None:
-                raise inputs_invalid(f"inputs must hold {spec.name}: {spec.past_problem}")
-            if spec.part == "positions" and len(spec.shape) != 2:
-                rule = (
-                    f"inputs must hold {spec.name}, since only (B, L) follows from the mask, and the graph takes it"
-                )
-                raise inputs_invalid(f"{rule} with {len(spec.shape)} axes: give it as a column")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the inputs that are supplied, sorted."""
-        return tuple(sorted(spec.name for spec in self._specs))
+def supply(specs: Sequence[InputSpec], rows: int, length: int, mask: NDArray[Any] | None) -> Sample:
+    """What is fed beside the data: an empty past, ``position_ids`` by the mask, types of 0, no cache branch.
 
-    def arrays(self, rows: int, length: int, mask: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
-        """The arrays of a batch of ``rows`` samples; ``mask`` is ``(B, L)``, None where all are tokens."""
-        shapes = InputSizes(rows, length).shapes(self._specs)
-        supplied: dict[str, NDArray[Any]] = {}
-        for spec in self._specs:
-            if spec.part == "positions":
-                tokens = np.ones((rows, length), np.int64) if mask is None else mask.astype(np.int64)
-                supplied[spec.name] = ((tokens.cumsum(axis=1) - 1) * tokens).astype(spec.dtype)
-            else:
-                supplied[spec.name] = np.zeros(shapes[spec.name], spec.dtype)
-        return supplied
+    Of a batch of ``rows`` samples; ``mask`` is ``(B, L)``, None where all are tokens.
+    """
+    tokens = np.ones((rows, length), np.int64) if mask is None else mask.astype(np.int64)
+    shapes = InputSizes(rows, length).shapes(specs)
+    return {
+        spec.name: ((tokens.cumsum(axis=1) - 1) * tokens).astype(spec.dtype)
+        if spec.part == "positions"
+        else np.zeros(shapes[spec.name], spec.dtype)
+        for spec in specs
+    }
 
 
 class ModelInputs:
@@ -119,7 +111,7 @@ class ModelInputs:
         groups: which input holds the groups of a sample's tokens; padded with -1 on all axes.
 
     Attributes:
-        names, supplied: inputs that the data give, which make a key; those that follow, see ``Supply``.
+        names, supplied: inputs that the data give, which make a key; those that follow, see ``supply``.
         keys: ``(N, 16)`` uint8, the sample keys; ``seeds`` ``(N,)``, or None.
         lengths, decoder_lengths: ``(N,)`` positions of both sequences, by mask or axis; 0 where there is none.
         firsts: ``(N,)`` positions of padding in front of each sample; 0 without a mask.
@@ -147,8 +139,10 @@ class ModelInputs:
         self._source = source if isinstance(source, Source) else ArraySource(source)
         self._reading = threading.Lock()  # a file has one position, and a source need know nothing of threads
         columns = self._source.columns if names is None else names
-        self._supply = Supply([spec for spec in specs if spec.part in SUPPLIED and spec.name not in columns])
-        self.supplied = self._supply.names
+        self._supplied = [spec for spec in specs if spec.part in SUPPLIED and spec.name not in columns]
+        for spec in self._supplied:
+            check_supplied(spec)
+        self.supplied = tuple(sorted(spec.name for spec in self._supplied))
         self._specs = {spec.name: spec for spec in specs if spec.name not in self.supplied}
         self.names = tuple(sorted(self._specs))
         self.decoder = tuple(name for name in self.names if name in decoder)
@@ -268,7 +262,7 @@ class ModelInputs:
         data = {name: arrays[name] for name in self.names}
         mask = None if self.mask is None else data[self.mask]
         lengths = [data[name].shape[1] for name in self._free] if mask is None else [mask.shape[1]]
-        return data | self._supply.arrays(len(data[self.names[0]]), max(lengths, default=0), mask)
+        return data | supply(self._supplied, len(data[self.names[0]]), max(lengths, default=0), mask)
 
     @property
     def _equal_lengths(self) -> NDArray[np.int64] | None:

@@ -73,7 +73,7 @@ class TeacherRun:
     Attributes:
         graph, inputs, sessions: the teacher; the data; its squeezed graph as it runs.
         plans: the rounds of every layer.
-        requested, run: how samples are to run; how they do, one at a time where a batch would move their numbers.
+        run: how samples run, one at a time where a batch would move their numbers.
         callers, num_threads: batches that run at once, 0 for one on the caller's thread; threads of a session.
         masks: by site the inputs that say which rows, and which keys, of its maps count.
         logit_columns: classes that each teacher gives, padding included, once a run told.
@@ -82,17 +82,15 @@ class TeacherRun:
     graph: TeacherGraph
     inputs: ModelInputs
     plans: tuple[MergePlan, ...]
-    requested: RunOptions
+    run: RunOptions
     tiling: Tiling | None = None
     callers: int = 0
     num_threads: int | None = None
     logit_columns: tuple[int, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        graph, requested = self.graph, self.requested
+        graph = self.graph
         self.options = graph.options
-        # A record must be its sample's alone: in a batch, others would move the scales that round it.
-        self.run = replace(requested, batch_size=1, batch_tokens=None) if graph.runs_alone else requested
         self.masks = graph.masks_of(self.inputs)
         row_masks = {layer: self.masks[site.layer][0] for layer, site in graph.layers}
         if self.tiling is not None:
@@ -103,7 +101,7 @@ class TeacherRun:
                 if (tiles := self.tiling.of(site)) is not None:
                     slots[site.layer] = list_slots(tiles, groups)
             self.tiling = replace(self.tiling, slots=slots)
-        self.sessions = Sessions(graph, self.plans, row_masks, requested.provider, self.num_threads, self.tiling)
+        self.sessions = Sessions(graph, self.plans, row_masks, self.run.provider, self.num_threads, self.tiling)
 
     @classmethod
     def open(
@@ -129,6 +127,9 @@ class TeacherRun:
         on_cpu = is_cpu(run.provider)
         callers, num_threads = share_threads(run.num_threads, on_cpu=on_cpu) if ahead else (0, run.num_threads)
         graph = TeacherGraph.open(teacher, options, callers)
+        if graph.runs_alone:
+            # A record must be its sample's alone: in a batch, others would move the scales that round it.
+            run = replace(run, batch_size=1, batch_tokens=None)
         plans = _known_plans(graph)
         # After what can be refused at once, because it reads the whole data set.
         inputs = ModelInputs(
@@ -159,7 +160,7 @@ class TeacherRun:
         """What the user should know of the run, such as why samples run one at a time."""
         untiled = () if self.tiling is None else self.tiling.whole
         remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
-        shared = (_SHARED_SCALES,) * (self.run != self.requested)
+        shared = (_SHARED_SCALES,) * self.graph.runs_alone
         return (*shared, *remarks)
 
     def fingerprint(self) -> Teacher:
@@ -411,7 +412,7 @@ def _choose_tiling(graph: TeacherGraph, inputs: ModelInputs, run: RunOptions) ->
     if rows is None:
         longest = inputs.longest
         heads = max((site.num_heads or 1 for site in graph.sites), default=1)
-        samples = min(1 if graph.runs_alone else run.batch_size, len(inputs))
+        samples = min(run.batch_size, len(inputs))
         if run.batch_tokens is not None:
             samples = min(samples, max(1, run.batch_tokens // max(longest, 1)))
         rows = choose_tile(heads, samples, longest, longest)

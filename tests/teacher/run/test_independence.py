@@ -201,13 +201,9 @@ def test_shared_scales_make_samples_run_alone(tmp_path: Path, capsys: pytest.Cap
     teacher = saved(quantised(attention(length="length"), tmp_path), tmp_path)
     np.savez(tmp_path / "data.npz", **samples_for(onnx.load(teacher)))
     job = [str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "1", "--batch-size"]
-    for command, is_said in (
-        (["precompute", *job, "4", "--out", str(tmp_path / "cache")], True),
-        (["precompute", *job, "1", "--out", str(tmp_path / "cache")], False),
-        (["plan", *job, "4"], True),
-    ):
+    for command in (["precompute", *job, "4", "--out", str(tmp_path / "cache")], ["plan", *job, "4"]):
         load_app()(command)
-        assert ("one sample at a time" in capsys.readouterr().err) == is_said, command
+        assert "one sample at a time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sizes", [{"length": "length"}, {"batch": 4}], ids=str)
