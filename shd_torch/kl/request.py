@@ -141,7 +141,7 @@ class KlRequest:
         logits, slope = self.rule.narrow(samples).tile_logits(queries, tile_keys, rows, keys)
         if self.temperature != 1.0:
             logits = temper(logits, logits, self.temperature)
-        return logits.log_softmax(-1), slope
+        return torch.log_softmax(logits, -1, out=logits), slope
 
     def teacher_probs(self, tile: Supervision, samples: slice, rows: slice, keys: slice) -> Tensor:
         """A tile of the supervision; with ``support="intersect"`` without what the student may not attend to."""

@@ -125,7 +125,8 @@ class Factored(Supervision):
         rows, keys = (slice(*span.indices(size)[:2]) for span, size in zip((rows, keys), self.shape[2:], strict=True))
         queries = self.queries.detach()[:, :, rows].to(self.dtype)
         logits, _ = self.rule.tile_logits(queries, self.keys.detach()[:, :, keys].to(self.dtype), rows, keys)
-        return (logits if temperature == 1.0 else temper(logits, logits, temperature)).softmax(-1)
+        logits = logits if temperature == 1.0 else temper(logits, logits, temperature)
+        return torch.softmax(logits, -1, out=logits)
 
     def probs(self, rows: slice = ALL, keys: slice = ALL, *, temperature: float = 1.0) -> Tensor:
         members = self.teacher_probs(rows, keys, temperature=temperature)

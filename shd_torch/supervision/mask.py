@@ -199,8 +199,20 @@ class AttentionRule:
         ``queries`` are those of ``rows``, ``keys`` those of ``columns``, of one dtype.
         """
         logits, slope = self.products(queries, keys)
-        tile = self.tile(rows, columns, logits.dtype, logits.device)
-        return logits if tile is None else logits + tile, slope
+        # Keys that all of these rows may attend to need no mask, and a row with such a key is not empty.
+        first = columns.start if self.window is None else max(columns.start, rows.stop - self.window)
+        end = columns.stop
+        if self.is_causal or self.window is not None:
+            end = min(end, rows.start + (1 if self.is_causal else self.window or 0))
+        if self.attn_mask is not None or first >= end:
+            tile = self.tile(rows, columns, logits.dtype, logits.device)
+            return logits if tile is None else logits.add_(tile), slope
+        for span in (slice(columns.start, first), slice(end, columns.stop)):
+            allowed = self.allowed(rows, span, logits.device) if span.start < span.stop else None
+            if allowed is not None:
+                part = logits[..., span.start - columns.start : span.stop - columns.start]
+                part.masked_fill_(~allowed, -torch.inf)
+        return logits, slope
 
     def live_rows(self, num_rows: int, num_keys: int, device: torch.device) -> Tensor | None:
         """``(B or 1, H or 1, L)``, True where a row may attend to some key; None where every row may."""

@@ -135,7 +135,8 @@ class Supervision(ABC):
         entries = tile_entries(self.device)
         least = min(num_rows, 64)  # rows that make a matrix product worth its call
         together = max(1, min(batch, entries // (heads * least * num_keys)))
-        height = max(min(num_rows, 16), entries // (together * heads * num_keys))
+        # Keys are read once a tile: few rows, and a product waits for them.
+        height = max(min(num_rows, 32), entries // (together * heads * num_keys))
         for first in range(0, batch, together):
             samples = slice(first, min(first + together, batch))
             subset = self if together == batch else self.samples(samples.start, samples.stop)
