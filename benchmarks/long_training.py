@@ -2,7 +2,8 @@
 
 - ``attention``: a cache of queries and keys of one sample a length (teacher of ``teacher_length.py``, int8), read by
   a ``DataLoader``, and steps of a Llama student (2 layers, 4 heads, width 128) on its own loss and ``attention_kl``.
-  ``base`` are the same steps without the term.
+  ``base`` are the same steps without the term, and ``products`` the term's matrix products alone, in its tiles: the
+  logits of two teacher heads and of the student, and the gradients of queries and keys, for each student head.
 - ``exact``: forward and backward pass of ``linear_kd_loss`` with ``ExactTargets``, width 64 on both sides, at 151,936
   classes; the logits of either side would take ``whole`` gigabytes.
 - ``live`` and ``calibration``: a forward pass of ``OnlineTeacher``, and ``shrink`` to half of the heads, of the same
@@ -86,6 +87,20 @@ elif way in ("attention", "base"):
         optimizer.step()
         spent.append(time.process_time() - started)
     row |= {"seconds": min(spent)} | ({"nats a row": values} if values else {})
+elif way == "products":
+    from shd_torch.supervision.factored import Factored
+    taught = Factored(torch.randn(1, 8, length, 32), torch.randn(1, 4, length, 32), torch.full((1, 4, 8), 1 / 8),
+        is_causal=True)
+    queries, keys = torch.randn(2, 4, length, 32)
+    gradient = torch.zeros(4, 32, length)
+    started = time.process_time()
+    for _, _, rows in taught.tiles():
+        columns = taught.key_range(rows)
+        taught.rule.products(taught.queries[:, :, rows], taught.keys[:, :, columns])
+        logits = queries[:, rows] @ keys[:, columns].mT
+        logits @ keys[:, columns]
+        gradient[..., columns].baddbmm_(queries[:, rows].mT, logits)
+    row["seconds"] = 2 * (time.process_time() - started)  # of both layers
 elif way == "exact":
     from shd_torch import ExactTargets, TeacherHead, linear_kd_loss
     draw = torch.Generator().manual_seed(0)
@@ -125,6 +140,7 @@ def main() -> None:
             ("cache", options.attention),
             ("base", options.attention),
             ("attention", options.attention),
+            ("products", options.attention),
             ("exact", options.exact),
             ("live", options.live),
             ("calibration", options.live),
