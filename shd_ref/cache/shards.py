@@ -34,8 +34,8 @@ from shd_ref.cache.storage.storage import (
 from shd_ref.errors import ShdError
 
 Bytes: TypeAlias = NDArray[np.uint8]
-_ALIGNMENT: Final = 8
-_PIECE_BYTES: Final = 2**23
+_ALIGNMENT: Final = 8  # what safetensors asks of a header's end, and more than float32 needs
+_PIECE_BYTES: Final = 2**23  # of a file at once: hashing is as fast as with more, and memory stays small
 
 
 def shard_header(manifest: Manifest, shard: int, records: Sequence[Record]) -> bytes:
@@ -43,13 +43,13 @@ def shard_header(manifest: Manifest, shard: int, records: Sequence[Record]) -> b
 
     Float32 tensors come first, aligned, as readers map them in place (CACHE-40).
     """
-    about = {"format": f"shd-cache-{FORMAT_VERSION}", "manifest": manifest.id, "shard": str(shard)}
-    members: dict[str, Any] = {"__metadata__": about}
+    metadata = {"format": f"shd-cache-{FORMAT_VERSION}", "manifest": manifest.id, "shard": str(shard)}
+    members: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     shapes = [manifest.part_shapes(record.extent) for record in records]
     for dtype in (F32, U8):
-        for record, of_parts in zip(records, shapes, strict=True):
-            for part, shape, blob in zip(manifest.parts, of_parts, record.blobs, strict=True):
+        for record, part_shapes in zip(records, shapes, strict=True):
+            for part, shape, blob in zip(manifest.parts, part_shapes, record.blobs, strict=True):
                 if part.dtype == dtype and blob is not None:
                     size = blob.end - blob.start
                     offsets, position = (position, position + size), position + size
@@ -84,7 +84,10 @@ def write_blobs(
     errors: Errors,
     skipped: Sequence[Skipped] = (),
 ) -> Receipt:
-    """Write a shard and make its receipt; one blob is in memory at a time."""
+    """Write a shard and make its receipt; one blob is in memory at a time.
+
+    The header comes first and names every blob's place, so all sizes are known before anything is packed.
+    """
     drafts = [_draft(manifest, record) for record in records]
     whole, position = RunningHash(), 0
 
@@ -101,12 +104,12 @@ def write_blobs(
         for record, draft, blobs in zip(records, drafts, placed, strict=True):
             packed = (data for form in manifest.forms for data in form.pack(record))
             shapes = manifest.part_shapes(record.extent)
-            for number, (part, shape, stated) in enumerate(zip(manifest.parts, shapes, draft.blobs, strict=True)):
-                if part.dtype != dtype or stated is None:
+            for number, (part, shape, drafted) in enumerate(zip(manifest.parts, shapes, draft.blobs, strict=True)):
+                if part.dtype != dtype or drafted is None:
                     continue
                 data = next(packed) if dtype == U8 else _floats(record, part.name, shape)
-                if len(data) != stated.end:
-                    raise misfit(record, f"{part.title} must make {stated.end} bytes", len(data))
+                if len(data) != drafted.end:
+                    raise misfit(record, f"{part.title} must make {drafted.end} bytes", len(data))
                 blobs[number] = write(data)
     return Receipt(
         manifest=manifest.id,

@@ -49,13 +49,6 @@ def check_free(storage: Storage) -> None:
         raise ShdError("cache-exists", message + ": choose another folder (--out)", "CACHE-60")
 
 
-def other_job(folder: object, differences: Sequence[str]) -> ShdError:
-    """The error for a cache of another job, with ``Manifest.differences``: ``cache-mismatch`` (CACHE-24)."""
-    what = f"{folder} holds a cache made from something else (cache -> this job): {'; '.join(differences)}"
-    remedy = "choose another folder (--out), or repeat the job as it was"
-    return ShdError("cache-mismatch", f"{what}; {remedy}", "CACHE-24")
-
-
 class CacheWriter:
     """Creates a cache folder, or resumes one with the same manifest.
 
@@ -81,9 +74,13 @@ class CacheWriter:
         with write_errors(self.folder):
             self.storage.prepare()
             self.storage.create(MANIFEST_NAME, manifest.to_bytes())
-        written = Manifest.read(self.storage)
-        if written.id != manifest.id:
-            raise other_job(self.folder, written.differences(manifest))
+        # Read back: of two jobs that start together, one created the manifest, and the other must not go on.
+        stored = Manifest.read(self.storage)
+        if stored.id != manifest.id:
+            differences = "; ".join(stored.differences(manifest))
+            message = f"{self.folder} holds a cache made from something else (cache -> this job): {differences}"
+            remedy = "choose another folder (--out), or repeat the job as it was"
+            raise ShdError("cache-mismatch", f"{message}; {remedy}", "CACHE-24")
         with write_errors(self.folder):
             self.storage.remove_stale()
 
@@ -117,7 +114,7 @@ class CacheWriter:
         name = shard_name(shard)
         with write_errors(self.storage.locate(name)), self.storage.pending(name) as shard_file:
             receipt = write_blobs(shard_file, self.manifest, shard, ordered, errors, left_out)
-            shard_file.sync()
+            shard_file.sync()  # before its receipt exists: a receipt vouches for bytes that a crash cannot lose
             return self.commit_file(shard_file, receipt)
 
     def commit_file(self, shard_file: PendingFile, receipt: Receipt) -> Receipt:
@@ -283,16 +280,16 @@ def merge_caches(
         written += _from_first(offers[shard], functools.partial(take_shard, shard))
         if on_progress is not None:
             on_progress(done, len(offers))
-    left = tuple(shard for shard in missing if shard not in offers)
-    if not left:
+    absent = tuple(shard for shard in missing if shard not in offers)
+    if not absent:
         writer.seal()
     return MergeSummary(
         folder=target.root,
         copied=len(offers),
         present=manifest.shards.num_shards - len(missing),
-        missing=left,
+        missing=absent,
         bytes=written,
-        sealed=not left,
+        sealed=not absent,
     )
 
 
@@ -337,7 +334,7 @@ def _find_offers(
 
 
 def _from_first(sources: Sequence[Storage], copy: Callable[[Storage], int]) -> int:
-    """What a copy gives from the first source whose bytes are right."""
+    """The size of a copy from the first source whose bytes are right; the first problem where none has them."""
     problems: list[ShdError] = []
     for source in sources:
         try:

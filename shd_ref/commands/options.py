@@ -134,9 +134,9 @@ def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
         for field in fields(group):
             value = getattr(group, field.name)
             notes = get_args(hints[field.name])[1:]
-            is_given = field.default is MISSING or value != field.default
-            if is_given and field.name not in without and (UNASKED not in notes or field.name == HEADS):
-                named = next((str(note.name[0]) for note in notes if isinstance(note, Parameter) and note.name), None)  # type: ignore[index]
-                for item in value if named else (value,):  # an option with a name is repeated for each
-                    words += [named or option_of(field.name), write_value(field.name, item)]
+            is_changed = field.default is MISSING or value != field.default
+            if is_changed and field.name not in without and (UNASKED not in notes or field.name == HEADS):
+                name = next((str(note.name[0]) for note in notes if isinstance(note, Parameter) and note.name), None)  # type: ignore[index]
+                for item in value if name else (value,):  # an option with a name is repeated for each
+                    words += [name or option_of(field.name), write_value(field.name, item)]
     return words

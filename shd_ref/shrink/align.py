@@ -56,11 +56,11 @@ def choose_change(fitted: RowSums, held: RowSums, *, biased: bool) -> tuple[Arra
 def solve_change(sums: RowSums, ridge: float, *, biased: bool) -> Array:
     """``W - W0``, of least norm where several do."""
     columns = len(sums.inner) - biased
-    hold = np.zeros(len(sums.inner))
-    hold[:columns] = ridge * sums.inner.diagonal()[:columns].sum() / columns
-    held = sums.inner + np.diag(hold)
+    penalty = np.zeros(len(sums.inner))
+    penalty[:columns] = ridge * sums.inner.diagonal()[:columns].sum() / columns
+    inner = sums.inner + np.diag(penalty)
     try:
-        np.linalg.cholesky(held)
+        np.linalg.cholesky(inner)
     except np.linalg.LinAlgError:  # without a ridge, or without rows enough for it
-        return np.asarray(np.linalg.lstsq(held, sums.cross, rcond=None)[0], np.float64)
-    return np.asarray(np.linalg.solve(held, sums.cross), np.float64)
+        return np.asarray(np.linalg.lstsq(inner, sums.cross, rcond=None)[0], np.float64)
+    return np.asarray(np.linalg.solve(inner, sums.cross), np.float64)

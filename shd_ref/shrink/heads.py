@@ -356,13 +356,13 @@ def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> 
     sides = [np.linalg.qr(matrix) for matrix in lefts]
     cores = [side @ matrix.conj().T for (_, side), matrix in zip(sides, np.split(core, ends, axis=1), strict=True)]
     u, singular, v = np.linalg.svd(np.concatenate(cores), full_matrices=False)
-    kept = min(rank, len(singular))
-    half = np.sqrt(singular[:kept])
-    right = basis @ v[:kept].conj().T
+    count = min(rank, len(singular))
+    half = np.sqrt(singular[:count])
+    right = basis @ v[:count].conj().T
     turn = leading_phases(right)
-    rows = np.split(u[:, :kept] * (turn * half), np.cumsum([len(matrix) for matrix in cores])[:-1])
+    rows = np.split(u[:, :count] * (turn * half), np.cumsum([len(matrix) for matrix in cores])[:-1])
     left = np.stack([side @ matrix for (side, _), matrix in zip(sides, rows, strict=True)])
-    missing = rank - kept
+    missing = rank - count
     return np.pad(left, ((0, 0), (0, 0), (0, missing))), np.pad(right * (turn * half), ((0, 0), (0, missing)))
 
 

@@ -91,5 +91,5 @@ def most_important(scores: Array, count: int) -> tuple[int, ...]:
     last = np.sort(scores)[-count]
     near = np.abs(scores - last) <= tie_width() * np.abs(last)
     above = (scores > last) & ~near
-    kept = np.flatnonzero(above | (near & (np.cumsum(near) <= count - above.sum())))
-    return tuple(int(number) for number in kept)
+    chosen = np.flatnonzero(above | (near & (np.cumsum(near) <= count - above.sum())))
+    return tuple(int(number) for number in chosen)

@@ -75,9 +75,9 @@ def find_turns(
     """
     root, _ = moment_roots(moment, RIDGE)
     keys, values = (root @ _rows(weights, name) for name in ("key", "value"))
-    own = [list(group.members) for group in groups]
-    turns = [_turn_keys(keys[members], pairs, free) for members in own]
-    return np.concatenate(turns), np.concatenate([_turn_frames(values[members]) for members in own])
+    members_of = [list(group.members) for group in groups]
+    turns = [_turn_keys(keys[members], pairs, free) for members in members_of]
+    return np.concatenate(turns), np.concatenate([_turn_frames(values[members]) for members in members_of])
 
 
 def turn_heads(weights: HeadWeights, groups: Sequence[Group], turns: tuple[Array, Array]) -> HeadWeights:
@@ -115,7 +115,7 @@ def share_heads(
     query, output, start, exact = _rows(turned, "query"), turned.output.copy(), 0, True
     keys, values, merged = _rows(turned, "key"), _rows(turned, "value"), []
     for number, group in enumerate(groups):
-        size, own = len(group.members), list(group.heads)
+        size, readers = len(group.members), list(group.heads)
         key, value = keys[start : start + size], values[start : start + size]
         start += size
         weigh = np.tile(np.eye(key.shape[2]) / size, (size, 1))
@@ -127,11 +127,11 @@ def share_heads(
                 key = key * (lengths.mean() / np.maximum(lengths, np.finfo(np.float64).tiny))
             elif seen is not None:
                 weigh, scales = fit_keys(seen[number].keys, group.homes, size, pairs)
-                query[own] = query[own] @ scales
+                query[readers] = query[readers] @ scales
         if not _is_equal(value):
             exact = False
             if seen is not None:
-                mix, output[own] = fit_values(seen[number].values, group.homes, mix, output[own])
+                mix, output[readers] = fit_values(seen[number].values, group.homes, mix, output[readers])
         merged.append([np.concatenate(list(rows), axis=1) @ by for rows, by in ((key, weigh), (value, mix))])
     shared_key, shared_value = (np.stack(heads) for heads in zip(*merged, strict=True))
     return _with_rows(turned, query, shared_key, shared_value, output), exact
@@ -212,8 +212,8 @@ def fit_keys(moments: Array, homes: Sequence[int], size: int, pairs: int) -> tup
         forms = np.concatenate([_product(a, pairs) for a in weigh])
         sides = [_solve(forms.T @ m @ forms, forms.T @ pull) for m, pull in zip(moments, pulls, strict=True)]
         blocks = [np.kron(np.eye(size), _product(side, pairs)) for side in sides]
-        held = sum(block.T @ m @ block for block, m in zip(blocks, moments, strict=True))
-        weigh = _solve(held, sum(block.T @ pull for block, pull in zip(blocks, pulls, strict=True))).reshape(size, d)
+        gram = sum(block.T @ m @ block for block, m in zip(blocks, moments, strict=True))
+        weigh = _solve(gram, sum(block.T @ pull for block, pull in zip(blocks, pulls, strict=True))).reshape(size, d)
     # Rows are multiplied by the transposes, and the transpose of a number's matrix is that of its conjugate.
     return np.concatenate([_product(a, pairs).T for a in weigh]), np.stack([_product(side, pairs) for side in sides])
 
@@ -252,5 +252,5 @@ def _descend(moments: Array, squares: Array, pulled: Array, start: Array) -> Arr
 
 def _solve(matrix: Any, goal: Any) -> Array:
     """With a small ridge: entries that no row has may have any number."""
-    held = RIDGE * max(float(matrix.trace()) / len(matrix), np.finfo(np.float64).tiny)
-    return np.asarray(np.linalg.solve(matrix + held * np.eye(len(matrix)), goal))
+    ridge = RIDGE * max(float(matrix.trace()) / len(matrix), np.finfo(np.float64).tiny)
+    return np.asarray(np.linalg.solve(matrix + ridge * np.eye(len(matrix)), goal))

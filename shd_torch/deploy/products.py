@@ -27,8 +27,8 @@ Floats = NDArray[np.float32]
 
 _NORMS: Final = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 _PASSING: Final = ("Reshape", "Slice", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity")
-_EXPONENTS: Final = tuple(round(0.1 * i, 1) for i in range(1, 11))
-_CLIPS: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+_EXPONENTS: Final = tuple(round(0.1 * i, 1) for i in range(1, 11))  # SmoothQuant's alpha: how much the weights bear
+_CLIPS: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # shares of the data's range that a fixed one may have
 _WORTH: Final = {"norm": 0.8, "attention": 0.3, "other": 0.3}
 """The error, as a share of the one before, at which a division pays for a ``Mul`` of its own.
 
@@ -41,7 +41,7 @@ _MOST_SAMPLES: Final = 16  # of a run
 _MOST_ROWS: Final = 7000  # beyond, the mean error of a product no longer changes
 _SEARCHED_ROWS: Final = (64, 1000)
 _SEARCHED_COST: Final = 1e8  # multiplications of one trial: seconds for a large model, not minutes
-_SMALLEST: Final = 1e-12
+_SMALLEST: Final = 1e-12  # in place of a zero that is divided by: columns of zeros, and products without error
 
 
 @dataclass
@@ -59,8 +59,8 @@ class Product:
 
     def read(self) -> Floats:
         """The weights as ``(K, N)``."""
-        array = np.asarray(_constant(self.weight), np.float32)
-        return array.T if self.is_transposed else array
+        matrix = np.asarray(_constant(self.weight), np.float32)
+        return matrix.T if self.is_transposed else matrix
 
     @property
     def output(self) -> ir.Value:

@@ -128,19 +128,19 @@ class OutputFit:
         return [RowSums(as_array(inner), as_array(cross), *rest) for inner, cross, *rest in self._sums]
 
     def solve(self) -> Rows:
-        fitted, held = self._read_sums()
+        fitted, held_out = self._read_sums()
         if self.ridge is not None:
             change: Array | None = solve_change(fitted, self.ridge, biased=self.biased)
         else:
-            change, self.chosen = choose_change(fitted, held, biased=self.biased)
+            change, self.chosen = choose_change(fitted, held_out, biased=self.biased)
         refitted = self.start if change is None else self.start + change
         return (refitted[:-1], refitted[-1]) if self.biased else (refitted, None)
 
     def held_error(self) -> float:
         """After ``solve``: the relative error of a fit on held-out rows, or on all where none are held out."""
-        fitted, held = self._read_sums()
-        at = int(held.rows > 0 and fitted.rows > 0)
-        judged, left = (fitted, held)[at], self._left[at]
+        fitted, held_out = self._read_sums()
+        at = int(held_out.rows > 0 and fitted.rows > 0)
+        judged, left = (fitted, held_out)[at], self._left[at]
         if self.chosen is not None:
             change = solve_change(fitted, self.chosen, biased=self.biased)
             left += float((change * (judged.inner @ change - 2.0 * judged.cross)).sum())
@@ -181,12 +181,12 @@ def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]
 @torch.no_grad()
 def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, basis: Basis, last_rows: Tensor) -> None:
     """Embeddings, the last norm and its readers, from what that norm gave."""
-    base, own = base_of(teacher), base_of(student)
+    base, student_base = base_of(teacher), base_of(student)
     factor = (basis.kept.shape[0] / basis.kept.shape[1]) ** 0.5 if family.embedding_scale else 1.0
     for path, axis in family.embeddings:
         if has_part(base, path):
             rows = find_part(base, path).detach().double().movedim(axis, -1)
-            find_part(own, path).copy_((rows @ basis.kept * factor).movedim(-1, axis))
+            find_part(student_base, path).copy_((rows @ basis.kept * factor).movedim(-1, axis))
     assert family.final_norm is not None  # check_ends
     reading, shift = basis.through(find_part(base, family.final_norm)), None
     for name, module in final_readers(teacher, family):
@@ -202,4 +202,4 @@ def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, basis: Bas
             shift = np.linalg.lstsq(turned[0].T, total, rcond=None)[0]
             total = None
         write_linear(target, np.concatenate(turned), total)
-    basis.write_norm(find_part(own, family.final_norm), last_rows, shift)
+    basis.write_norm(find_part(student_base, family.final_norm), last_rows, shift)

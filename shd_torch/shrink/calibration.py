@@ -37,10 +37,10 @@ class Batch:
         return tensor[self.counted] if tensor.ndim == 3 else tensor
 
     def held_rows(self, tensor: Tensor) -> Tensor:
-        """Which of these rows belong to held-out samples: boolean ``(n,)``."""
+        """Which of these rows belong to is_held_out-out samples: boolean ``(n,)``."""
         samples = self.first + torch.arange(len(tensor), device=tensor.device)
-        held = samples % HELD_OUT == HELD_OUT - 1
-        return held[:, None].expand_as(self.counted)[self.counted] if tensor.ndim == 3 else held
+        is_held_out = samples % HELD_OUT == HELD_OUT - 1
+        return is_held_out[:, None].expand_as(self.counted)[self.counted] if tensor.ndim == 3 else is_held_out
 
 
 def join_rows(tensors: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:

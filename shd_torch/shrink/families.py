@@ -101,7 +101,7 @@ class Family:
             if self.by_head:
                 columns = columns.reshape(num_heads, 3, -1).swapaxes(0, 1).ravel()
             ends = np.cumsum(counts)[:-1] * (len(columns) // sum(counts))
-            linears = [take_columns(linears[0], some) for some in np.split(columns, ends)]
+            linears = [take_columns(linears[0], part) for part in np.split(columns, ends)]
         query, key, value = (split_heads(matrix, count) for (matrix, _), count in zip(linears, counts, strict=True))
         query_bias, key_bias, value_bias = (
             None if bias is None else bias.reshape(count, -1)
@@ -135,13 +135,13 @@ class Family:
         rows = [read_linear(find_part(layer, name)) for name in self.ffn[0]]
         if not (self.is_gated and len(rows) == 1):
             return rows
-        return [take_columns(rows[0], some) for some in np.split(np.arange(rows[0][0].shape[1]), 2)]
+        return [take_columns(rows[0], half) for half in np.split(np.arange(rows[0][0].shape[1]), 2)]
 
     def write_readers(self, layer: nn.Module, readers: Sequence[Rows]) -> None:
         """Put what ``read_readers`` gave, or narrower ones, into a layer."""
         rows = readers if len(readers) == len(self.ffn[0]) else [side_by_side(readers)]
-        for name, some in zip(self.ffn[0], rows, strict=True):
-            write_linear(find_part(layer, name), *some)
+        for name, reader in zip(self.ffn[0], rows, strict=True):
+            write_linear(find_part(layer, name), *reader)
 
     def middle_of(self, read: Tensor, stream: Tensor) -> Tensor:
         """The stream after the attention, from what the middle read and the stream before the layer."""

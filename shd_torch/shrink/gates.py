@@ -133,12 +133,12 @@ def _fit_ffns(model: Any, family: Family, batches: Iterable[Mapping[str, Tensor]
 
     def add(number: int, read: Tensor, output: Tensor) -> None:
         width = read.shape[-1]
-        held = (torch.arange(len(read), device=read.device) % HELD_OUT == HELD_OUT - 1)[:, None].expand(
+        is_held_out = (torch.arange(len(read), device=read.device) % HELD_OUT == HELD_OUT - 1)[:, None].expand(
             read.shape[:2]
         )
-        counted = torch.ones_like(held) if mask is None or mask.shape != held.shape else mask.bool()
+        counted = torch.ones_like(is_held_out) if mask is None or mask.shape != is_held_out.shape else mask.bool()
         start = np.zeros((width, width)), np.zeros(width), None, read.device
-        fits.setdefault(number, OutputFit(*start)).add(read[counted], output[counted], held[counted])
+        fits.setdefault(number, OutputFit(*start)).add(read[counted], output[counted], is_held_out[counted])
 
     handles = _change_ffns(model, family, add)
     try:

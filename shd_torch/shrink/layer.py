@@ -251,10 +251,10 @@ class Work:
         sizes = sizes_of(self.teacher.config, self.family).of_layer(source)
         layer = self.family.layers_of(self.teacher)[source]
         weights = self.family.read_attention(layer, sizes.heads, sizes.kv_heads)
-        kept = None if self.studies is None else self.studies.get(source)
-        kept = None if kept is None or (with_maps and not kept.with_maps) else kept
-        given = self.teacher, self.family, source, streams, self.batches, weights
-        statistics, trace = study_layer(*given, with_maps=with_maps, statistics=kept)
+        study = None if self.studies is None else self.studies.get(source)
+        study = None if study is None or (with_maps and not study.with_maps) else study
+        arguments = self.teacher, self.family, source, streams, self.batches, weights
+        statistics, trace = study_layer(*arguments, with_maps=with_maps, statistics=study)
         if self.studies is not None:
             self.studies[source] = statistics
         return weights, statistics, trace
@@ -312,12 +312,12 @@ def share_merge(work: Work) -> None:
 
 
 def make_layer(
-    work: Work, number: int, source: int, following: int, taught: list[Tensor], own: list[Tensor]
+    work: Work, number: int, source: int, following: int, teacher_streams: list[Tensor], student_streams: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """One student layer; returns the streams of teacher and student after it, and its report.
 
-    ``source`` and ``following`` are the teacher layers that it and the next one come from; ``taught`` and ``own`` the
-    streams of teacher and student before it, batch by batch.
+    ``source`` and ``following`` are the teacher layers that it and the next one come from; the streams are those
+    before it, batch by batch.
     """
     family, sizes = work.family, work.sizes.of_layer(number)
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
@@ -325,19 +325,21 @@ def make_layer(
     attends = number not in work.sizes.dropped.attention
     # A merge of all layers was chosen from their maps already.
     is_merged = sizes.heads != sizes_of(work.teacher.config, family).of_layer(source).heads
-    weights, statistics, trace = work.study(source, taught, with_maps=attends and is_merged and work.merge is None)
+    weights, statistics, trace = work.study(
+        source, teacher_streams, with_maps=attends and is_merged and work.merge is None
+    )
     report: dict[str, Any] = {"case": "dropped", "exact": False}
     ways: list[Squeezed | None] = [None]
     if attends:
         merge = work.merge or work.choose_merge(statistics.gram, source, number)
-        ways = [*_squeeze_ways(work, source, number, taught, weights, merge, statistics)]
+        ways = [*_squeeze_ways(work, source, number, teacher_streams, weights, merge, statistics)]
         report |= {
             "plan": [[list(pair) for pair in pairs] for pairs in merge.plan],
             "groups": [list(group) for group in merge.groups],
             "mixing": merge.mixing.tolist(),
         }
     if number in work.sizes.dropped.activations:
-        fit = fit_ffn(work, source, taught)
+        fit = fit_ffn(work, source, teacher_streams)
         ffn = _Ffn([], fit.solve(), is_linear=True)
         report |= {"ffn": "linear", "ffn_error": fit.held_error()}
     else:
@@ -348,7 +350,7 @@ def make_layer(
     after, ends, last = _advance(work, trace, source, following)
     best: tuple[dict[str, Any], list[Tensor], dict[str, Tensor]] | None = None
     for squeezed in ways:
-        made = _Layer(work, layer, target, source, squeezed, ffn, taught, own, trace)
+        made = _Layer(work, layer, target, source, squeezed, ffn, teacher_streams, student_streams, trace)
         made.copy() if work.basis is None else made.turn(work.basis)
         result: dict[str, Any] = {} if squeezed is None else {"case": squeezed.case, "exact": squeezed.exact}
         if work.options.align:
@@ -371,20 +373,20 @@ def _advance(
 ) -> tuple[list[Tensor], list[Tensor], nn.Module]:
     """The teacher's stream before the next source layer, what its last norm read, and the last layer run."""
     family, layers = work.family, work.family.layers_of(work.teacher)
-    taught, ends = list(trace.outputs), list(trace.ends)
+    teacher_streams, ends = list(trace.outputs), list(trace.ends)
     for number in range(source + 1, following):
         watched = [] if family.end is None else [find_part(layers[number], family.end)]
-        runs = list(run_layer(layers[number], taught, work.batches, number, watched))
-        taught = [stream for stream, _ in runs]
+        runs = list(run_layer(layers[number], teacher_streams, work.batches, number, watched))
+        teacher_streams = [stream for stream, _ in runs]
         ends = [read[0] if read else stream for stream, read in runs]
-    return taught, ends, layers[following - 1]
+    return teacher_streams, ends, layers[following - 1]
 
 
 def _squeeze_ways(
     work: Work,
     source: int,
     number: int,
-    taught: Sequence[Tensor],
+    teacher_streams: Sequence[Tensor],
     weights: HeadWeights,
     merge: HeadMerge,
     statistics: AttentionStatistics,
@@ -403,7 +405,7 @@ def _squeeze_ways(
         ways.append(squeeze_attention(weights, merge, statistics, sizes.kv_heads, sizes.head_dim, **positions))
     if not ways or ways[0].case == "rotary":
         pairs = 0 if frequencies is None else len(frequencies)
-        places = work.teacher, family, source, taught, work.batches
+        places = work.teacher, family, source, teacher_streams, work.batches
         shared = share_attention(*places, weights, merge, statistics.augmented, sizes.kv_heads, pairs)
         ways.append(Squeezed(shared[0], "turned", shared[1]))
     return ways[::-1] if sizes.kv_heads < sizes.heads else ways
@@ -459,8 +461,8 @@ class _Layer:
     source: int  # the number of the teacher's
     squeezed: Squeezed | None  # the attention, None where it is dropped
     ffn: _Ffn
-    taught: list[Tensor]  # the teacher's stream before the layer
-    own: list[Tensor]  # the student's
+    teacher_streams: list[Tensor]  # the teacher's stream before the layer
+    student_streams: list[Tensor]  # the student's
     trace: LayerTrace
 
     def copy(self) -> None:
@@ -486,14 +488,14 @@ class _Layer:
         readers = [readings[1](*rows) for rows in self.ffn.readers]
         last = readings[1](*self.ffn.last) if self.ffn.is_linear else self.ffn.last
         replace(self.ffn, readers=readers, last=basis.write(*last)).write(family, target)
-        middles = self.taught if family.is_parallel else trace.middles
-        for name, streams in zip(family.norms, (self.taught, middles), strict=True):
+        middles = self.teacher_streams if family.is_parallel else trace.middles
+        for name, streams in zip(family.norms, (self.teacher_streams, middles), strict=True):
             if self.squeezed is not None or name != family.norms[0]:
                 rows = join_rows([basis.normalise(stream) for stream in streams], batches)
                 basis.write_norm(find_part(target, name), rows)
 
     def run(self, watched: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        return run_layer(self.target, self.own, self.work.own_batches, self.source, watched)
+        return run_layer(self.target, self.student_streams, self.work.own_batches, self.source, watched)
 
     def align(self, ends: Sequence[Tensor]) -> dict[str, float | None]:
         """Refit one matrix after the other, each on what those before it now give: their ridges."""
@@ -516,7 +518,7 @@ class _Layer:
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             runs = self.run([module] if path is None else [module, find_part(self.target, path)])
-            for (out, read), before, goal in zip(runs, self.own, goals, strict=True):
+            for (out, read), before, goal in zip(runs, self.student_streams, goals, strict=True):
                 stream = out if path is None else read[1]
                 stream = family.middle_of(stream, before) if path == family.middle else stream
                 yield read[0], self.work.on_axes(goal).double() - (stream.double() - module(read[0]).double())
@@ -536,7 +538,9 @@ class _Layer:
         names = [name for name in (family.middle, family.end) if name is not None]
         sums, streams = [0.0] * 4, []
         runs = self.run([find_part(self.target, name) for name in names])
-        for (out, read), *here, batch in zip(runs, self.own, self.trace.middles, ends, work.batches, strict=True):
+        for (out, read), *here, batch in zip(
+            runs, self.student_streams, self.trace.middles, ends, work.batches, strict=True
+        ):
             before, *goals = here
             streams.append(out)
             places = family.middle_of(read[0], before), (out if family.end is None else read[1])
@@ -560,12 +564,12 @@ def _refit(work: Work, modules: Sequence[Any], pairs: Iterable[tuple[Tensor, Ten
     return fit.chosen
 
 
-def fit_final(work: Work, taught: list[Tensor], own: list[Tensor]) -> None:
+def fit_final(work: Work, teacher_streams: list[Tensor], student_streams: list[Tensor]) -> None:
     """Refit what reads the last norm of a cut stream."""
     assert work.family.final_norm is not None  # check_ends
     whole, cut = (find_part(base_of(model), work.family.final_norm) for model in (work.teacher, work.student))
     for name, module in final_readers(work.student, work.family):
         if module.in_features == work.sizes.hidden:  # else it reads several rows side by side
             project = work.project(*read_linear(work.teacher.get_submodule(name)))
-            runs = zip(own, taught, work.batches, strict=True)
+            runs = zip(student_streams, teacher_streams, work.batches, strict=True)
             _refit(work, [module], ((cut(stream), project(batch.rows(whole(goal)))) for stream, goal, batch in runs))

@@ -86,15 +86,15 @@ class _Seen:
         """Maps ``(H, n, S)``, values ``(H_kv, S, d_v)``, queries ``(H, n, d)``, keys ``(H_kv, S, d)``."""
         start = 0
         for group, (seen_keys, seen_values) in zip(self._groups, self.sums, strict=True):
-            members, own = list(group.members), slice(start, start + len(group.members))
-            start = own.stop
-            turns = [turn[own] for turn in self._turns]
-            facing, given = (
+            members, span = list(group.members), slice(start, start + len(group.members))
+            start = span.stop
+            turns = [turn[span] for turn in self._turns]
+            facing, read_values = (
                 (part[members] @ turn).transpose(0, 1) for part, turn in zip((keys, values), turns, strict=True)
             )
             step = max(1, _FORMS // facing.numel())  # (S, G, d)
             for at, (head, home) in enumerate(zip(group.heads, group.homes, strict=True)):
-                out = probs[head] @ given.flatten(1)
+                out = probs[head] @ read_values.flatten(1)
                 seen_values[at] += out.mT @ out
                 asking = queries[head] @ turns[0][home]
                 for first in range(0, len(asking), step):
@@ -109,6 +109,7 @@ def _multiply(queries: Tensor, keys: Tensor, pairs: int) -> Tensor:
     """The entries' products of queries ``(n, d)`` and keys ``(S, G, d)``, as ``SeenGroup`` has them."""
     asking = queries[:, None, None]
     real, imaginary = asking[..., :pairs], asking[..., pairs : 2 * pairs]
-    own, other = keys[..., :pairs], keys[..., pairs : 2 * pairs]
+    key_real, key_imaginary = keys[..., :pairs], keys[..., pairs : 2 * pairs]
     rest = asking[..., 2 * pairs :] * keys[..., 2 * pairs :]
-    return torch.cat([real * own + imaginary * other, imaginary * own - real * other, rest], dim=-1).flatten(2)
+    same, crossed = real * key_real + imaginary * key_imaginary, imaginary * key_real - real * key_imaginary
+    return torch.cat([same, crossed, rest], dim=-1).flatten(2)

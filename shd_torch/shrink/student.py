@@ -112,11 +112,13 @@ def shrink(
     family = family_of(model, options.stack)
     options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
-    own = sizes_of(model.config, family)
+    teacher_sizes = sizes_of(model.config, family)
     sizes, kept = plan_student(model, family, options)
-    if sizes.hidden != own.hidden:
+    if sizes.hidden != teacher_sizes.hidden:
         check_ends(model, family)
-    modules = {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), own.hidden, sizes.hidden)
+    modules = (
+        {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), teacher_sizes.hidden, sizes.hidden)
+    )
     student = make_student(model, family, sizes, kept)
     settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
     settings |= {"stack": family.stack, **sizes.report(), "kept": kept, **vars(sizes.dropped)}
@@ -137,11 +139,11 @@ def shrink(
                 options=options,
                 frequencies=rotary_frequencies(model, family),
                 studies=studies,
-                tell=_teller(progress, len(kept) + (sizes.hidden != own.hidden) * own.layers),
+                tell=_teller(progress, len(kept) + (sizes.hidden != teacher_sizes.hidden) * teacher_sizes.layers),
             )
             _make_ends(work, saved)
             _run_layers(work, saved)
-            report = _report(work, own)
+            report = _report(work, teacher_sizes)
             student.to(stored)
             if folder is not None:
                 work.tell("the folder is written")
@@ -154,13 +156,13 @@ def shrink(
 
 def plan_student(model: Any, family: Family, options: ShrinkOptions) -> tuple[Sizes, tuple[int, ...]]:
     """A student's sizes and the teacher layers that it keeps, or an error."""
-    own = sizes_of(model.config, family)
-    kept = kept_layers(own.layers, own.layers if options.layers is None else options.layers)
+    teacher_sizes = sizes_of(model.config, family)
+    kept = kept_layers(teacher_sizes.layers, teacher_sizes.layers if options.layers is None else options.layers)
     dropped = as_dropped(options.drop_attention, options.drop_activations)
     check_dropped(dropped, family, model.config, kept)
-    sizes = choose_sizes(options, own, family, model.config.model_type, len(kept))
+    sizes = choose_sizes(options, teacher_sizes, family, model.config.model_type, len(kept))
     sizes = replace(sizes, dropped=dropped.among(kept))
-    check_refused(family, model.config.model_type, own, sizes, kept)
+    check_refused(family, model.config.model_type, teacher_sizes, sizes, kept)
     return sizes, kept
 
 
@@ -174,7 +176,7 @@ def read_made(folder: str | os.PathLike[str]) -> Shrunk:
     return Shrunk(student, report)
 
 
-def _report(work: Work, own: Sizes) -> dict[str, Any]:
+def _report(work: Work, teacher_sizes: Sizes) -> dict[str, Any]:
     """What ``shrink.json`` holds; the layer map counts blocks with attention."""
     stack = {} if work.family.stack is None or work.family.is_alone else {"stack": work.family.stack}
     sources = [source for number, source in enumerate(work.kept) if number not in work.sizes.dropped.attention]
@@ -182,15 +184,15 @@ def _report(work: Work, own: Sizes) -> dict[str, Any]:
         "format": FORMAT,
         "model_type": work.teacher.config.model_type,
         **stack,
-        "teacher": own.report() | {"parameters": count_parameters(work.teacher)},
+        "teacher": teacher_sizes.report() | {"parameters": count_parameters(work.teacher)},
         "student": work.sizes.report() | {"parameters": count_parameters(work.student)},
         "aligned": work.options.align,
-        "remarks": find_remarks(own, work.sizes),
+        "remarks": find_remarks(teacher_sizes, work.sizes),
         **({} if work.basis is None else {"stream": {"kept": "axes"}}),
         "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
         "sources": list(work.kept),
         "layer_map": [[number, source] for number, source in enumerate(sources)],
-        "holes": [layer for layer in range(own.layers) if layer not in sources],
+        "holes": [layer for layer in range(teacher_sizes.layers) if layer not in sources],
         "layers": work.reports,
     }
 
@@ -225,24 +227,28 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
     teacher_layers = work.family.layers_of(work.teacher)
     done = 0
     if saved is not None and saved.get("layer-0") is not None:
-        done, taught, own = _resume_layers(work, saved)
+        done, teacher_streams, student_streams = _resume_layers(work, saved)
     else:
-        taught = [batch.stream for batch in work.batches]
-        own = [work.on_axes(stream) for stream in taught]
+        teacher_streams = [batch.stream for batch in work.batches]
+        student_streams = [work.on_axes(stream) for stream in teacher_streams]
         for layer in range(work.kept[0]):
-            taught = [stream for stream, _ in run_layer(teacher_layers[layer], taught, work.batches, layer)]
+            teacher_streams = [
+                stream for stream, _ in run_layer(teacher_layers[layer], teacher_streams, work.batches, layer)
+            ]
     for number in range(done, len(work.kept)):
         following = work.kept[number + 1] if number + 1 < len(work.kept) else len(teacher_layers)
-        taught, own, report = make_layer(work, number, work.kept[number], following, taught, own)
+        teacher_streams, student_streams, report = make_layer(
+            work, number, work.kept[number], following, teacher_streams, student_streams
+        )
         work.reports.append(report)
         if saved is not None:  # the layer last: with it, its streams are there
-            streams = {f"taught.{at}": tensor for at, tensor in enumerate(taught)}
-            streams |= {f"own.{at}": tensor for at, tensor in enumerate(own)}
+            streams = {f"taught.{at}": tensor for at, tensor in enumerate(teacher_streams)}
+            streams |= {f"own.{at}": tensor for at, tensor in enumerate(student_streams)}
             saved.put(f"streams-{number}", streams)
             saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
             saved.drop(f"streams-{number - 1}")
     if work.basis is not None and work.options.align:
-        fit_final(work, taught, own)
+        fit_final(work, teacher_streams, student_streams)
 
 
 def _resume_layers(work: Work, saved: Unfinished) -> tuple[int, list[Tensor], list[Tensor]]:
@@ -254,11 +260,11 @@ def _resume_layers(work: Work, saved: Unfinished) -> tuple[int, list[Tensor], li
             work.reports.append(piece[1])
             number += 1
         streams = saved.require(f"streams-{number - 1}")[0]
-        taught, own = (
+        teacher_streams, student_streams = (
             [streams[f"{name}.{at}"].to(work.device) for at in range(len(work.batches))] for name in ("taught", "own")
         )
     work.tell(f"layer {number}/{len(work.kept)} found", number - 1)
-    return number, taught, own
+    return number, teacher_streams, student_streams
 
 
 def _make_ends(work: Work, saved: Unfinished | None) -> None:

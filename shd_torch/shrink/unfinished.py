@@ -1,4 +1,4 @@
-"""What a run has finished, in a folder beside its output: the same run, started again, goes on from there."""
+"""What a run has finished, in a folder next to its output: the same run, started again, resumes there."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ class Unfinished(DraftFolder):
         """
         from safetensors.torch import save_file
 
-        own: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         seen = set()
         for key, tensor in tensors.items():
             there = tensor.untyped_storage().data_ptr()  # tied tensors share memory, which the format refuses
-            own[key] = tensor.detach().to("cpu", copy=there in seen).contiguous()
+            copies[key] = tensor.detach().to("cpu", copy=there in seen).contiguous()
             seen.add(there)
         with write_errors(self.folder):
             hashes = hash_files(self.folder, files) if files else {}
         metadata = {"notes": json.dumps(notes), "pattern": files, "files": json.dumps(hashes)}
-        metadata["sha256"] = _hash_tensors(own, *metadata.values())
-        self._put(name + _SUFFIX, lambda draft: save_file(own, draft, metadata))
+        metadata["sha256"] = _hash_tensors(copies, *metadata.values())
+        self._put(name + _SUFFIX, lambda draft: save_file(copies, draft, metadata))
 
     def get(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
         """A piece, its tensors on the CPU; None where it is not finished, ``read-failed`` where it is damaged."""
@@ -159,10 +159,8 @@ def _hash_folder(folder: Path) -> str:
 
 def _hash_model(model: Any) -> str:
     example = next(model.parameters())
-    about = json.dumps(
-        [type(model).__name__, str(example.device), model.config.to_dict()], sort_keys=True, default=str
-    )
-    return _hash_tensors(model.state_dict(), about)
+    kind = [type(model).__name__, str(example.device), model.config.to_dict()]
+    return _hash_tensors(model.state_dict(), json.dumps(kind, sort_keys=True, default=str))
 
 
 def _hash_tensors(tensors: Mapping[str, Tensor], *texts: str) -> str:
