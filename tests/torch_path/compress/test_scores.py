@@ -1,6 +1,7 @@
 """Rerankers, regressors and independent labels: measures that no ignorant student passes, pairs, and labels."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -72,6 +73,12 @@ def make_teacher(folder: Path, kind: str) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("teachers")
+    return {kind: make_teacher(folder / f"{at}", kind) for at, kind in enumerate(KINDS)}
+
+
 def test_orders_are_compared_within_queries() -> None:
     """By hand: of three pairs of pairs one is in the other order; a query of one text does not count."""
     teacher, student = torch.tensor([3.0, 2.0, 1.0, 9.0]), torch.tensor([0.3, 0.1, 0.2, 0.0])
@@ -114,9 +121,9 @@ def test_labels_that_most_samples_lack_agree_by_chance() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_measure_lets_an_ignorant_student_pass(tmp_path: Path, kind: str) -> None:
+def test_no_measure_lets_an_ignorant_student_pass(teachers: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """A random student, the teacher's answers to other samples, and one answer for all."""
-    folder = make_teacher(tmp_path / "teacher", kind)
+    folder = teachers[kind]
     rows = read_rows(write_rows(tmp_path / "d.jsonl", make_pairs(30)), folder, None, columns=PAIRS)
     model = load_teacher(folder)
     task = find_task(folder, model.config)
@@ -140,10 +147,12 @@ def test_no_measure_lets_an_ignorant_student_pass(tmp_path: Path, kind: str) -> 
             assert quality.details[detail] < 0.35, (name, detail)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_teacher_that_gives_one_answer_to_all_is_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["reranker", "classifier of independent labels", "classifier"])
+def test_a_teacher_that_gives_one_answer_to_all_is_refused(
+    teachers: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
     """Every student that does the same would agree with it."""
-    folder = make_teacher(tmp_path / "teacher", kind)
+    folder = shutil.copytree(teachers[kind], tmp_path / "teacher")
     model = load_teacher(folder)
     model.classifier.weight.data.zero_()
     model.save_pretrained(folder)
@@ -155,10 +164,10 @@ def test_a_teacher_that_gives_one_answer_to_all_is_refused(tmp_path: Path, kind:
         run.judge("held_out")
 
 
-def test_queries_stay_whole(tmp_path: Path) -> None:
+def test_queries_stay_whole(teachers: dict[str, Path], tmp_path: Path) -> None:
     """In one part of the data, and in training next to others of their own."""
-    folder = make_teacher(tmp_path / "teacher", "reranker")
-    rows = read_rows(write_rows(tmp_path / "d.jsonl", make_pairs(31)), folder, None, columns=PAIRS)
+    path = write_rows(tmp_path / "d.jsonl", make_pairs(31))
+    rows = read_rows(path, teachers["reranker"], None, columns=PAIRS)
     samples = divide(rows, None, 0)
     parts = [{int(row[QUERY]) for row in part} for part in (samples.train, samples.choices, samples.held_out)]
     assert [len(part) for part in parts] == [25, 3, 3]
@@ -190,10 +199,10 @@ def test_scores_are_compared_in_units_of_the_teacher() -> None:
 
 @pytest.mark.parametrize("kind", ["reranker", "classifier of independent labels"])
 def test_a_student_learns_what_its_kind_is_judged_by(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    teachers: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its head was disturbed; scores are also compared within queries."""
-    folder = make_teacher(tmp_path / "teacher", kind)
+    folder = teachers[kind]
     data = write_rows(tmp_path / "d.jsonl", make_pairs(30))
     measure, seen = ScoreTerm.measure, []
 
@@ -203,7 +212,7 @@ def test_a_student_learns_what_its_kind_is_judged_by(
 
     monkeypatch.setattr(ScoreTerm, "measure", spy)
     with _open_run(folder, data, None, OPTIONS, tmp_path / "run", lambda *_: None) as run:
-        config = replace(prepare_training(run), steps=60, learning_rate=5e-3)
+        config = replace(prepare_training(run), steps=30, learning_rate=1e-2)
         student = load_teacher(folder)
         torch.manual_seed(1)
         student.classifier.weight.data += torch.randn(student.classifier.weight.shape)
@@ -211,7 +220,7 @@ def test_a_student_learns_what_its_kind_is_judged_by(
         train(run.task, student, 2, config, tmp_path / "training")
         assert run.judge("choices").measure(model_run(student)).loss < 0.2 * before.loss
     assert all(measured.losses["_differences"] > 0 for measured in seen)
-    assert len(seen) == (60 if kind == "reranker" else 0)
+    assert len(seen) == (30 if kind == "reranker" else 0)
 
 
 @pytest.mark.parametrize(
@@ -269,13 +278,13 @@ def run_texts(folder: Path, rows: list[dict[str, Any]], *names: str) -> np.ndarr
     return torch.cat([output if output.ndim == 2 else output.mean(1) for output in outputs]).numpy()
 
 
-def test_labels_of_each_kind_are_compared_with_its_answers(tmp_path: Path) -> None:
+def test_labels_of_each_kind_are_compared_with_its_answers(teachers: dict[str, Path], tmp_path: Path) -> None:
     """By other code, from transformers' own outputs, in files whose rows differ in length."""
     from scipy.stats import spearmanr
 
     rows = make_pairs(12)
     random = np.random.default_rng(0)
-    folder = make_teacher(tmp_path / "reranker", "reranker")
+    folder = teachers["reranker"]
     scores = run_texts(folder, rows, "text", "text_pair")[:, 0]
     precisions, ranks = [], []
     for start in range(0, 96, 8):
@@ -301,12 +310,12 @@ def test_labels_of_each_kind_are_compared_with_its_answers(tmp_path: Path) -> No
     expected = spearmanr(cosines, [row["score"] for row in scored]).statistic
     assert grade(sentences, path) == pytest.approx({"spearman": expected}, abs=1e-4)
     assert grade(sentences, write_rows(tmp_path / "single.jsonl", [{"text": "a", "score": 1.0}] * 20)) == {}
-    classes = make_teacher(tmp_path / "classifier", "classifier")
+    classes = teachers["classifier"]
     chosen = run_texts(classes, rows, "text").argmax(1)
     named = [{"text": row["text"], "label": f"LABEL_{at % 3}"} for at, row in enumerate(rows)]
     expected = (chosen == np.arange(96) % 3).mean()
     assert grade(classes, write_rows(tmp_path / "named.jsonl", named)) == {"accuracy": pytest.approx(expected)}
-    several = make_teacher(tmp_path / "labels", "classifier of independent labels")
+    several = teachers["classifier of independent labels"]
     own, flags = run_texts(several, rows, "text") > 0, random.random((96, 4)) < 0.5
     told = [{"text": row["text"], "label": list(map(int, flag))} for row, flag in zip(rows, flags, strict=True)]
     expected = 2 * (own & flags).sum() / (own.sum() + flags.sum())
@@ -341,9 +350,9 @@ def test_images_have_labels_too(tmp_path: Path) -> None:
     ],
 )
 def test_bad_labels_are_refused_before_anything_runs(
-    tmp_path: Path, kind: str, column: str, values: list[Any], said: str
+    teachers: dict[str, Path], tmp_path: Path, kind: str, column: str, values: list[Any], said: str
 ) -> None:
-    folder = make_teacher(tmp_path / "teacher", kind)
+    folder = teachers[kind]
     rows: list[dict[str, Any]] = [
         {"text": "the cat", "text_pair": WORDS[at], column: values[at % 2]} for at in range(16)
     ]

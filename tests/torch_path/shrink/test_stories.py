@@ -16,10 +16,8 @@ from shd_torch.shrink import shrink
     ("options", "most"),  # dropping the FFN of layer 0 altogether: 1.99
     [
         ({"heads": 2}, 1.83),
-        ({"heads": 4, "layers": 3}, 2.72),
         ({"heads": 4, "hidden": 48}, 2.44),
         ({"drop_activations": [0]}, 1.607),
-        ({"kv_heads": 2}, 1.63),
         ({"kv_heads": 1}, 1.95),
     ],
     ids=lambda value: str(value),
