@@ -350,14 +350,14 @@ def make_layer(
     after, ends, last = _advance(work, trace, source, following)
     best: tuple[dict[str, Any], list[Tensor], dict[str, Tensor]] | None = None
     for squeezed in ways:
-        made = _Layer(work, layer, target, source, squeezed, ffn, teacher_streams, student_streams, trace)
-        made.copy() if work.basis is None else made.turn(work.basis)
+        candidate = _Layer(work, layer, target, source, squeezed, ffn, teacher_streams, student_streams, trace)
+        candidate.copy() if work.basis is None else candidate.turn(work.basis)
         result: dict[str, Any] = {} if squeezed is None else {"case": squeezed.case, "exact": squeezed.exact}
         if work.options.align:
             if family.end is not None and last is not layer:
                 find_part(target, family.end).load_state_dict(find_part(last, family.end).state_dict())
-            result["ridges"] = made.align(ends)
-        streams, errors = made.measure(ends)
+            result["ridges"] = candidate.align(ends)
+        streams, errors = candidate.measure(ends)
         if best is None or errors["attention_error"] < NEARER * best[0]["attention_error"]:
             state = {name: tensor.clone() for name, tensor in target.state_dict().items()} if len(ways) > 1 else {}
             best = result | errors, streams, state
