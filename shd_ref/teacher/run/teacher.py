@@ -325,12 +325,8 @@ class TeacherRun:
                 yield rest[:size]
                 rest = rest[size:]
 
-    def batches(self, indices: Iterable[int]) -> Iterator[Batch]:
-        """The same with their arrays, longest first."""
-        return map(self.inputs.batch, self.groups(indices))
-
     def checked_batches(self, indices: Iterable[int], most: int | None = None) -> Iterator[Batch]:
-        """The same in batches that are small enough for check outputs, many times larger than what is stored."""
+        """The same with arrays, in batches small enough for check outputs, many times larger than what is stored."""
         for chosen in self.groups(indices):
             size = self.count_checked(chosen)
             size = size if most is None or self.inputs.fixed_batch is not None else min(size, most)
@@ -398,24 +394,17 @@ _LEAST_ROWS: Final = 16
 _MOST_ROWS: Final = 256
 
 
-def choose_tile(heads: int, samples: int, rows: int, keys: int) -> int:
-    """Query rows of a tile, or 0 where whole maps of so many heads and samples are small."""
-    if 4 * heads * samples * rows * keys <= WHOLE_BYTES:
-        return 0
-    fitting = TILE_BYTES // (4 * heads * samples * max(keys, 1))
-    return min(_MOST_ROWS, max(_LEAST_ROWS, fitting // _LEAST_ROWS * _LEAST_ROWS))
-
-
 def _choose_tiling(graph: TeacherGraph, inputs: ModelInputs, run: RunOptions) -> Tiling | None:
     """Tiles of query rows where whole maps of a batch are large, or as asked for."""
     rows = run.tile if graph.groups is None else 0
     if rows is None:
-        longest = inputs.longest
-        heads = max((site.num_heads or 1 for site in graph.sites), default=1)
-        samples = min(run.batch_size, len(inputs))
+        longest, samples = max(inputs.longest, 1), min(run.batch_size, len(inputs))
         if run.batch_tokens is not None:
-            samples = min(samples, max(1, run.batch_tokens // max(longest, 1)))
-        rows = choose_tile(heads, samples, longest, longest)
+            samples = min(samples, max(1, run.batch_tokens // longest))
+        row_bytes = 4 * max((site.num_heads or 1 for site in graph.sites), default=1) * samples * longest
+        fitting = TILE_BYTES // row_bytes // _LEAST_ROWS * _LEAST_ROWS
+        is_small = row_bytes * longest <= WHOLE_BYTES
+        rows = 0 if is_small else min(_MOST_ROWS, max(_LEAST_ROWS, fitting))
     return Tiling(rows, {tiles.site.layer: tiles for tiles in find_tiles(graph.model, graph.sites)}) if rows else None
 
 

@@ -9,7 +9,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -129,7 +129,8 @@ def forecast_cache(
     uncoded = replace(options, form="maps", codec="float32") if options.has_attention else options
     work = TeacherRun.open(Path(teacher), _SampledSource(source, READ_SAMPLES), uncoded, run or RunOptions())
     chosen, count = _spread(work.inputs.lengths, samples), len(source)
-    teacher_seconds = _time(_plain_runner(work), work.batches(chosen)) / len(chosen)
+    batches = [work.inputs.batch(group) for group in work.groups(chosen)]
+    teacher_seconds = _time(_plain_runner(work), batches) / len(chosen)
     choices: list[dict[str, str]] = [{"form": NO_FORM}]
     if options.has_attention:
         choices = [{"form": form, name: codec} for form, (name, codecs) in CODECS_OF.items() for codec in codecs]
@@ -151,7 +152,7 @@ def forecast_cache(
         max_length=int(last.lengths.max()),
         support=last.support,
         teacher_seconds=teacher_seconds,
-        squeeze_seconds=_time(work.storing(**taken.asks).squeeze, work.batches(chosen)) / len(chosen),
+        squeeze_seconds=_time(work.storing(**taken.asks).squeeze, batches) / len(chosen),
         ways=ways,
         taken=taken,
         pays=taken.break_even <= 1e6 * read_bandwidth,
@@ -283,12 +284,12 @@ def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
     return functools.partial(run_batch, session, names)
 
 
-def _time(run: Callable[[Batch], Any], batches: Iterable[Batch]) -> float:
+def _time(run: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:
     """Seconds for all batches: medians of some rounds, after one that warms up."""
-    prepared, seconds = list(batches), []
+    seconds = []
     for _ in range(1 + ROUNDS):
         started = time.perf_counter()
-        for batch in prepared:
+        for batch in batches:
             run(batch)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
