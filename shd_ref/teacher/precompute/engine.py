@@ -272,7 +272,8 @@ class PrecomputeJob:
         errors: list[Errors] = []
         with closing(run_ahead(run_batch, range(len(groups)), work.callers)) as batches:
             for _, (made, measured) in batches:
-                records, errors = records + made, errors + measured
+                records += made
+                errors += measured
                 progress.report(samples=len(made))
         self._wait(progress)
         # In the background, one at a time, while the batches of the next shard run.
