@@ -243,12 +243,12 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Genera
         item, future = under_way.popleft()
         return item, future.result()
 
-    left, failure = iter(items), None
+    remaining, failure = iter(items), None
     with ThreadPoolExecutor(callers, thread_name_prefix="shd-batch") as pool:
         try:
             while True:
                 try:
-                    item = next(left)
+                    item = next(remaining)
                 except StopIteration:
                     break
                 except Exception as error:  # raised below, after what is under way

@@ -121,8 +121,8 @@ def _why_unfit(measure: Measure) -> str | None:
 
 def _site(layer: int, name: str, walk: Walk, measure: Measure | None, reason: str | None) -> AttentionSite:
     if measure is None:  # a fused operator says it in its attributes
-        stated = [walk.node.attributes.get_int(key) for key in ("num_heads", "q_num_heads", "kv_num_heads")]
-        measure = Measure(num_heads=stated[0] or stated[1], num_kv_heads=stated[2])
+        head_counts = [walk.node.attributes.get_int(key) for key in ("num_heads", "q_num_heads", "kv_num_heads")]
+        measure = Measure(num_heads=head_counts[0] or head_counts[1], num_kv_heads=head_counts[2])
     logits, probs, values, context = (
         "" if value is None else str(value.name) for value in (walk.logits, walk.probs, walk.values, walk.context)
     )
@@ -244,7 +244,7 @@ Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
 def choose_layers(
     sites: Sequence[AttentionSite], selected: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
 ) -> tuple[Chosen, int | None, tuple[KindLayers, ...]]:
-    """The sites by student layer, how many layers the student was meant to have, and how many of each kind."""
+    """The sites by student layer, how many layers the student is meant to have, and how many of each kind."""
     if not options.has_attention:
         return (), None, ()
     if not sites:
@@ -252,26 +252,26 @@ def choose_layers(
             "teacher graph must hold an attention site (a softmax whose map multiplies values); found none: export "
             "it with eager attention, or store only its logits (--no-attention)"
         )
-    pairs, meant = options.layer_pairs, options.num_student_layers
+    pairs, num_layers = options.layer_pairs, options.num_student_layers
     if options.sites is not None and pairs is not None:
         raise argument_value("sites must not be given with layer pairs, which select sites themselves", "LAYER-4")
     counts: tuple[KindLayers, ...] = ()
     if pairs is None and kinds.kinds:
-        chosen, counts = _choose_by_kind(selected, kinds, meant)
-        meant = sum(kind.num_student_layers for kind in counts)
-    elif isinstance(meant, Mapping):
+        chosen, counts = _choose_by_kind(selected, kinds, num_layers)
+        num_layers = sum(kind.num_student_layers for kind in counts)
+    elif isinstance(num_layers, Mapping):
         why = "as the graph has no cross attention" if pairs is None else "as pairs count all calls"
-        message = f"num_student_layers must be one number, {why}; got {dict(meant)}"
+        message = f"num_student_layers must be one number, {why}; got {dict(num_layers)}"
         raise ShdError("layers-invalid", message, "CACHE-105")
     else:
-        taught = selected if pairs is None else sites
-        count = len(taught) if pairs is None else 1 + max((student for student, _ in pairs), default=0)
-        count = count if meant is None else meant
-        if pairs is None and count > len(taught):
-            rule = f"num_student_layers must be at most {len(taught)}, the number of attention sites"
+        teachers = selected if pairs is None else sites
+        count = len(teachers) if pairs is None else 1 + max((student for student, _ in pairs), default=0)
+        count = count if num_layers is None else num_layers
+        if pairs is None and count > len(teachers):
+            rule = f"num_student_layers must be at most {len(teachers)}, the number of attention sites"
             raise ShdError("layers-invalid", f"{rule}; got {count}: leave layers out with --layer-pairs", "LAYER-2")
-        chosen = tuple((student, taught[teacher]) for student, teacher in layer_map(len(taught), count, pairs))
-        meant = count if pairs is None else meant
+        chosen = tuple((student, teachers[teacher]) for student, teacher in layer_map(len(teachers), count, pairs))
+        num_layers = count if pairs is None else num_layers
     for _, site in chosen:
         if not site.supported:
             raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
@@ -279,20 +279,22 @@ def choose_layers(
     if len(heads) > 1 or 0 in heads:
         rule = "the layers must share one number of heads, as one plan serves all"
         raise graph_unsupported(f"{rule}; got {sorted(heads)}")
-    return chosen, meant, counts
+    return chosen, num_layers, counts
 
 
 def _choose_by_kind(
-    sites: Sequence[AttentionSite], kinds: SiteKinds, meant: int | Mapping[str, int] | None
+    sites: Sequence[AttentionSite], kinds: SiteKinds, num_layers: int | Mapping[str, int] | None
 ) -> tuple[Chosen, tuple[KindLayers, ...]]:
     """A layer map for each kind; student layers are numbered kind after kind (CACHE-105)."""
     of_kind = {kind: [site for site in sites if kinds.kind(site) == kind] for kind in KINDS}
     numbers = {kind: len(members) for kind, members in of_kind.items() if members}
-    if isinstance(meant, int) and len(numbers) == 1:
-        meant = dict.fromkeys(numbers, meant)
-    if isinstance(meant, int) or (meant is not None and not (meant and meant.keys() <= numbers.keys())):
+    if isinstance(num_layers, int) and len(numbers) == 1:
+        num_layers = dict.fromkeys(numbers, num_layers)
+    if isinstance(num_layers, int) or (
+        num_layers is not None and not (num_layers and num_layers.keys() <= numbers.keys())
+    ):
         example = ",".join(f"{kind}={count}" for kind, count in numbers.items())
-        got = meant if isinstance(meant, int) else dict(meant)
+        got = num_layers if isinstance(num_layers, int) else dict(num_layers)
         rule = f"be a number for each kind of attention that is taught, of {', '.join(numbers)}"
         remedy = f"give --student-layers {example}, or choose one kind with --sites"
         message = f"num_student_layers must {rule}; got {got}: {remedy}"
@@ -300,9 +302,9 @@ def _choose_by_kind(
     chosen: list[tuple[int, AttentionSite]] = []
     counts: list[KindLayers] = []
     for kind in KINDS:
-        if kind not in (numbers if meant is None else meant):
+        if kind not in (numbers if num_layers is None else num_layers):
             continue
-        number = numbers[kind] if meant is None else meant[kind]
+        number = numbers[kind] if num_layers is None else num_layers[kind]
         before = sum(entry.num_student_layers for entry in counts)
         pairs = layer_map(numbers[kind], number)
         chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]

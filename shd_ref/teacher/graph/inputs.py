@@ -138,9 +138,9 @@ class InputSizes:
 
     def growing(self, specs: Sequence[InputSpec], axis: str) -> dict[str, list[int]]:
         """Places of the axes of every input that grow with one of ``batch`` and ``length``, by its name."""
-        more = replace(self, **{axis: getattr(self, axis) + 1}).shapes(specs)
+        larger = replace(self, **{axis: getattr(self, axis) + 1}).shapes(specs)
         return {
-            name: [position for position, size in enumerate(shape) if size != more[name][position]]
+            name: [position for position, size in enumerate(shape) if size != larger[name][position]]
             for name, shape in self.shapes(specs).items()
         }
 
@@ -189,11 +189,11 @@ _GATHERS: Final = frozenset({"Gather", "GatherBlockQuantized"})
 
 def count_rows(model: onnx.ModelProto) -> dict[str, int]:
     """Rows of the smallest table that each input, if not computed with first, chooses from; by its name."""
-    stated = [(tensor.name, tensor) for tensor in model.graph.initializer]
-    stated += [
+    constants = [(tensor.name, tensor) for tensor in model.graph.initializer]
+    constants += [
         (node.output[0], a.t) for node in model.graph.node if node.op_type == "Constant" for a in node.attribute
     ]
-    rows = {name: tensor.dims[0] for name, tensor in stated if tensor.dims}
+    rows = {name: tensor.dims[0] for name, tensor in constants if tensor.dims}
     inputs = {value.name: value.name for value in model.graph.input if value.name not in rows}
     counts: dict[str, int] = {}
     for node in model.graph.node:
@@ -213,9 +213,9 @@ def count_rows(model: onnx.ModelProto) -> dict[str, int]:
 
 def read_pads(model: onnx.ModelProto) -> dict[str, int]:
     """What inputs of token ids are padded with, by name, where the graph says it."""
-    stated = next((entry.value for entry in model.metadata_props if entry.key == PAD_KEY), "")
+    pad = next((entry.value for entry in model.metadata_props if entry.key == PAD_KEY), "")
     names = [value.name for value in model.graph.input if value.name.endswith("input_ids")]
-    return dict.fromkeys(names, int(stated)) if re.fullmatch(r"\d{1,9}", stated, re.ASCII) else {}
+    return dict.fromkeys(names, int(pad)) if re.fullmatch(r"\d{1,9}", pad, re.ASCII) else {}
 
 
 SUPPLIED: Final[frozenset[Part]] = frozenset({"past", "positions", "types", "branch"})
@@ -245,12 +245,12 @@ _SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape":
 def frozen_specs(model: onnx.ModelProto, maps: Sequence[ir.Value | None]) -> tuple[InputSpec, ...]:
     """The graph's inputs, with length and batch that a tracer left in its constants, as a run confirms."""
     specs = input_specs(model)
-    known = [value for value in maps if value is not None and value.shape is not None]
-    lengths = {size if isinstance(size, int) else 0 for value in known for size in list(value.shape or ())[-2:]}
+    shaped = [value for value in maps if value is not None and value.shape is not None]
+    lengths = {size if isinstance(size, int) else 0 for value in shaped for size in list(value.shape or ())[-2:]}
     if min(lengths, default=0) < 2:
         return specs
     try:
-        probe = Probe(model, [str(known[0].name)])
+        probe = Probe(model, [str(shaped[0].name)])
     except ShdError:  # nothing is known; a sample's own run will tell
         return specs
     return with_fixed(specs, probe.frozen_batch, probe.frozen_length)

@@ -69,10 +69,10 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
         return None
     d_v = context[-1]
     scaled = any(node.op_type in SCALING_OPS for node in walk.projection.path)
-    known = replay(walk.context, context, walk.projection.path, shapes, scaled=scaled)
-    if known is None:
+    indices_of = replay(walk.context, context, walk.projection.path, shapes, scaled=scaled)
+    if indices_of is None:
         return None
-    read = [_rows_of(term, *known[term.source]) for term in walk.projection.terms]
+    read = [_rows_of(term, *indices_of[term.source]) for term in walk.projection.terms]
     rows = [row for row in read if row is not None]
     if len(rows) < len(read):
         return None
@@ -164,9 +164,9 @@ def replay(
     if math.prod(shape) > _MOST_INDICES:
         return None
     first: list[NDArray[Any]] = [np.arange(math.prod(shape)).reshape(shape), np.ones(shape)][: 1 + scaled]
-    known = {source: first}
+    moved_of = {source: first}
     for node in path:
-        sources = [known[value] for value in node.inputs if value is not None and value in known]
+        sources = [moved_of[value] for value in node.inputs if value is not None and value in moved_of]
         moved = [made for arrays in zip(*sources, strict=True) if (made := _move(node, list(arrays), shapes))]
         if len(moved) < len(first):
             return None
@@ -175,8 +175,8 @@ def replay(
             moved[1] = [moved[1][0] * factor if node.op_type == "Mul" else moved[1][0] / factor]
             if moved[1][0].shape != moved[0][0].shape:
                 return None
-        known.update(zip(node.outputs, (list(arrays) for arrays in zip(*moved, strict=True)), strict=False))
-    return known
+        moved_of.update(zip(node.outputs, (list(arrays) for arrays in zip(*moved, strict=True)), strict=False))
+    return moved_of
 
 
 def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
@@ -185,9 +185,9 @@ def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDA
     try:
         if kind in _EVALUATED:
             inputs = {value: value.const_value for value in node.inputs if value is not None}
-            known = {value: fixed.numpy() for value, fixed in inputs.items() if fixed is not None}
-            known |= dict(zip((value for value in inputs if value not in known), arrays, strict=False))
-            return run_operator(node, known) if len(known) == len(inputs) else None
+            arrays_of = {value: fixed.numpy() for value, fixed in inputs.items() if fixed is not None}
+            arrays_of |= dict(zip((value for value in inputs if value not in arrays_of), arrays, strict=False))
+            return run_operator(node, arrays_of) if len(arrays_of) == len(inputs) else None
         if kind == "Split":
             axis = node.attributes.get_int("axis", 0)
             parts = [shapes.get(str(output.name)) for output in node.outputs]

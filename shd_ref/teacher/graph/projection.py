@@ -180,23 +180,23 @@ def follow_to_projection(context: ir.Value) -> Projection:
         for value in sources:
             waiting.get(value, set()).discard(node)
             drop_if_read(value)
-        known = {value: reading for value in sources if isinstance(reading := readings[value], _Linear)}
-        linear = read_operator(node, known) if len(known) == len(sources) else None
+        linear_sources = {value: reading for value in sources if isinstance(reading := readings[value], _Linear)}
+        linear = read_operator(node, linear_sources) if len(linear_sources) == len(sources) else None
         if linear is not None and not linear.terms:
             path.append(node)
         result: _Linear | _Other | None = linear
         if result is None:
-            sums += [reading for reading in known.values() if reading.is_whole]
-            parts = [reading for reading in known.values() if not reading.is_whole]
+            sums += [reading for reading in linear_sources.values() if reading.is_whole]
+            parts = [reading for reading in linear_sources.values() if not reading.is_whole]
             bends += [node] if parts else []
             of_bent = any(readings[value] is _Other.BENT for value in sources)
-            is_bent |= bool(known) and of_bent
+            is_bent |= bool(linear_sources) and of_bent
             result = _Other.BENT if parts or of_bent else _Other.BEHIND
         # A quantiser's scale and zero point are not numbers of the heads' outputs.
         for output in node.outputs[:1] if node.op_type == "DynamicQuantizeLinear" else node.outputs:
             note(output, result)
-        left = [reading for value in waiting if isinstance(reading := readings[value], _Linear)]
-        if is_bent or not left or (len(waiting) == 1 and left[0].is_whole):
+        unread = [reading for value in waiting if isinstance(reading := readings[value], _Linear)]
+        if is_bent or not unread or (len(waiting) == 1 and unread[0].is_whole):
             break
     last = [readings[value] for value in waiting]
     sums += [reading for reading in last if isinstance(reading, _Linear) and reading.is_whole]

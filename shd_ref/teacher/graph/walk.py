@@ -381,13 +381,13 @@ def is_value_product(node: ir.Node) -> bool:
 
 def _is_weight(value: ir.Value) -> bool:
     """Whether a constant is a matrix; learned queries and maps are computed constants, too, of more axes."""
-    stated = value
-    while isinstance(stated.const_value, ir.LazyTensor):
-        node = stated.producer()
+    source = value
+    while isinstance(source.const_value, ir.LazyTensor):
+        node = source.producer()
         if node is None or node.op_type not in LAYOUT_OPS or node.inputs[0] is None:  # it is computed of others
             return value.const_value is not None and value.const_value.numpy().ndim <= 2
-        stated = node.inputs[0]
-    return stated.const_value is not None
+        source = node.inputs[0]
+    return source.const_value is not None
 
 
 # The spellings of a softmax: the operator, the exponential of its logarithm, and numbers over their sum.

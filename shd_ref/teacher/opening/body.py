@@ -178,17 +178,17 @@ def _rewrite(
         [letter for letter in output if letter in term and letter not in batch] for term in (left, right)
     )
     # Of several rows or columns all but one are axes along which the other operand is broadcast.
-    more = [*rows[:-1], *columns[:-1]]
+    broadcast = [*rows[:-1], *columns[:-1]]
     row, column = rows[-1:] or [_NONE], columns[-1:] or [_NONE]
     is_one = len(summed) == 1
-    first = _arrange(body, *operands[0], [*batch, *more], [*row, *summed])
-    second = _arrange(body, *operands[1], [*batch, *more], [*summed, *column] if is_one else [*column, *summed])
+    first = _arrange(body, *operands[0], [*batch, *broadcast], [*row, *summed])
+    second = _arrange(body, *operands[1], [*batch, *broadcast], [*summed, *column] if is_one else [*column, *summed])
     if not is_one:  # side by side, as their sizes need not be known
-        count = len(_kept([*batch, *more], right)) + 1
-        first = body.reshape(first, *[0] * (len(_kept([*batch, *more], left)) + 1), -1)
+        count = len(_kept([*batch, *broadcast], right)) + 1
+        first = body.reshape(first, *[0] * (len(_kept([*batch, *broadcast], left)) + 1), -1)
         second = body.reshape(second, *[0] * count, -1)
         second = body.op("Transpose", second, perm=[*range(count - 1), count, count - 1])
-    letters = [*batch, *more, *row, *column]
+    letters = [*batch, *broadcast, *row, *column]
     product = body.op("MatMul", first, second)
     if _NONE in letters:
         product = body.op("Squeeze", product, body.const([n for n, letter in enumerate(letters) if letter == _NONE]))
@@ -227,11 +227,11 @@ def _parse(node: onnx.NodeProto, sizes: Mapping[str, list[int | None]]) -> tuple
     most = 0
     for number, (name, term) in enumerate(zip(node.input, terms, strict=True)):
         if "..." in term:
-            more = len(sizes[name]) - len(term) + 3 if name in sizes else -1
-            if not 0 <= more <= len(spare):
+            count = len(sizes[name]) - len(term) + 3 if name in sizes else -1
+            if not 0 <= count <= len(spare):
                 return [], ""
-            most = max(most, more)
-            terms[number] = term.replace("...", spare[len(spare) - more :])
+            most = max(most, count)
+            terms[number] = term.replace("...", spare[len(spare) - count :])
     output = output.replace("...", spare[len(spare) - most :])
     words = [*terms, output]
     is_plain = all((word or "a").isalpha() and word.isascii() and len({*word}) == len(word) for word in words)

@@ -225,11 +225,11 @@ def _check_by_runtime(model: onnx.ModelProto, file: Path) -> None:
         "onnxruntime", "reading a teacher needs onnxruntime: pip install '.[teacher]' (in a checkout)"
     )
     trial = copy_skeleton(model)
-    known = {value.name for value in trial.graph.input}
+    input_names = {value.name for value in trial.graph.input}
     for number in reversed(range(len(trial.graph.initializer))):
         tensor = trial.graph.initializer[number]
         if not is_small(tensor) or tensor.external_data:
-            if tensor.name not in known:
+            if tensor.name not in input_names:
                 trial.graph.input.append(
                     onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
                 )

@@ -362,8 +362,8 @@ def _compute(value: ir.Value) -> ir.Tensor[Any]:
     waiting = [value]  # not by recursion: a graph may be as deep as its author likes
     while waiting:
         current, node = waiting[-1], waiting[-1].producer()
-        stated = None if isinstance(current.const_value, ir.LazyTensor) else current.const_value
-        sources = () if node is None or stated is not None else node.inputs
+        constant = None if isinstance(current.const_value, ir.LazyTensor) else current.const_value
+        sources = () if node is None or constant is not None else node.inputs
         inputs = [source for source in sources if source is not None]
         unknown = [source for source in inputs if source not in arrays]
         if unknown:
@@ -373,8 +373,8 @@ def _compute(value: ir.Value) -> ir.Tensor[Any]:
         if current in arrays:
             continue
         try:
-            if stated is not None:
-                arrays[current] = stated.numpy()
+            if constant is not None:
+                arrays[current] = constant.numpy()
                 most += 8 * arrays[current].size
             elif node is not None:
                 entries = _count_held(node, [arrays[source] for source in inputs], entries, most)

@@ -146,8 +146,8 @@ def _pool(body: Body, maps: str) -> str:
     shares = body.op("Div", groups, body.or_one(body.reduce_sum(groups, 2, keepdims=1)))
     rows = body.op("Div", body.op("MatMul", groups, counted_maps), body.or_one(body.op("MatMul", groups, has_weight)))
     pooled = body.op("MatMul", rows, body.op("Transpose", shares, perm=[0, 1, 3, 2]))
-    mass, left = (body.reduce_sum(value, -1, keepdims=1) for value in (rows, pooled))
-    return body.op("Mul", body.op("Div", pooled, body.or_one(left)), mass)
+    mass, pooled_mass = (body.reduce_sum(value, -1, keepdims=1) for value in (rows, pooled))
+    return body.op("Mul", body.op("Div", pooled, body.or_one(pooled_mass)), mass)
 
 
 def final_mixing(rule: MergeRule) -> Array32 | None:

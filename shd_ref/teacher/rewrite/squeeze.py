@@ -197,8 +197,8 @@ def _squeeze_tiles(
     needed = tiles.needed_for(tiles.probs)
     sources = dict.fromkeys(key[0] for key in tiles.sources() if key in needed)
     roles = {f"source{number}": name for number, name in enumerate(sources)}
-    more = {"values": body.op("Cast", values_of(body, site), to=FLOAT), "sums": forward.sums, "weights": weights}
-    for role, made in ({**roles, **more}).items():
+    extra = {"values": body.op("Cast", values_of(body, site), to=FLOAT), "sums": forward.sums, "weights": weights}
+    for role, made in ({**roles, **extra}).items():
         if made is not None:
             names[role] = f"{body.prefix}{role}"
             body.rename(made, names[role])

@@ -184,13 +184,13 @@ def _read_site(
 
 def _made_of_products(context: ir.Value, behind: Sequence[ir.Value]) -> set[ir.Value]:
     """Of what the context is made of, that which products of queries and keys are behind."""
-    known = set(behind)
+    followed = set(behind)
     producers = ((value, value.producer()) for value in behind if value is not context)
     waiting = [value for value, node in producers if node is not None and is_value_product(node)]
     products = set(waiting)
     while waiting:
         for node, _ in waiting.pop().uses():
-            new = {value for value in node.outputs if value in known and value not in products}
+            new = {value for value in node.outputs if value in followed and value not in products}
             if node.op_type not in SIZE_OPS:
                 products |= new
                 waiting += new
@@ -224,10 +224,10 @@ class _Reader:
         self.steps.append(Step(ir.to_proto(node), inputs, key, len(self.shape(context))))
         return key
 
-    def read(self, value: ir.Value, asked: Axes, depth: int) -> Key:
-        """Note all steps that make a tensor in a tile; ``asked``: where what reads it has rows and keys."""
+    def read(self, value: ir.Value, cuts: Axes, depth: int) -> Key:
+        """Note all steps that make a tensor in a tile; ``cuts`` are its axes of rows and keys where it is read."""
         shape = self.shape(value)
-        rows, keys = (None if axis is None or -axis > len(shape) or shape[axis] == 1 else axis for axis in asked)
+        rows, keys = (None if axis is None or -axis > len(shape) or shape[axis] == 1 else axis for axis in cuts)
         key = (str(value.name), (rows, keys))
         if key in self._read:
             return key
@@ -240,7 +240,7 @@ class _Reader:
             raise _Whole("more leads to its map than is followed")
         begun = len(self.steps), set(self._read)
         try:
-            axes_of = self._axes_of_inputs(node, asked)
+            axes_of = self._axes_of_inputs(node, cuts)
             if axes_of is None:
                 raise _Whole(f"{node.op_type} stands on the way to its map")
             inputs = tuple(
@@ -257,9 +257,9 @@ class _Reader:
         self.steps.append(Step(ir.to_proto(node), inputs, key, len(shape), _SHAPE_PLACES.get(node.op_type)))
         return key
 
-    def _axes_of_inputs(self, node: ir.Node, asked: Axes) -> list[Axes] | None:
+    def _axes_of_inputs(self, node: ir.Node, cuts: Axes) -> list[Axes] | None:
         """Where each input of an operator has rows and keys; None where it cannot run on some of them."""
-        kind, (rows, keys) = node.op_type, asked
+        kind, (rows, keys) = node.op_type, cuts
         first, output = self._shape(node, 0), self.shape(node.outputs[0])
         whole, outside = [_WHOLE] * (len(node.inputs) - 1), self._inside.isdisjoint(node.inputs[:1])
         if node.domain not in STANDARD_DOMAINS:
@@ -268,37 +268,37 @@ class _Reader:
             # A scale of an axis would have to be cut with it.
             if kind in ("QuantizeLinear", "DequantizeLinear") and math.prod(self._shape(node, 1)) != 1:
                 return None
-            return [asked, *(whole if kind in _OF_FIRST else [asked] * len(whole))]
+            return [cuts, *(whole if kind in _OF_FIRST else [cuts] * len(whole))]
         if kind == "Softmax":
-            return [asked] if keys == -1 and node.attributes.get_int("axis", -1) in (-1, len(first) - 1) else None
+            return [cuts] if keys == -1 and node.attributes.get_int("axis", -1) in (-1, len(first) - 1) else None
         if kind in _REDUCTIONS:
             is_last = _list(node, 1, "axes") in ([-1], [len(first) - 1])
-            return [asked, *whole] if keys == -1 and is_last and node.attributes.get_int("keepdims") != 0 else None
+            return [cuts, *whole] if keys == -1 and is_last and node.attributes.get_int("keepdims") != 0 else None
         if kind in PRODUCTS and not _turned(node) and min(len(first), len(self._shape(node, 1))) > 1:
-            left, right = ([None if axis == other else axis for axis in asked] for other in (-1, -2))
+            left, right = ([None if axis == other else axis for axis in cuts] for other in (-1, -2))
             return [(left[0], left[1]), (right[0], right[1])]
         if kind in ("Expand", "ConstantOfShape"):
-            return [asked if kind == "Expand" else _WHOLE, *whole]
+            return [cuts if kind == "Expand" else _WHOLE, *whole]
         if kind == "Trilu":
-            return [asked, *whole] if asked == _SQUARE else None
+            return [cuts, *whole] if cuts == _SQUARE else None
         if kind == "Reshape":
-            start = min(axis for axis in asked if axis is not None)
-            return [asked, *whole] if first[start:] == output[start:] else None
+            start = min(axis for axis in cuts if axis is not None)
+            return [cuts, *whole] if first[start:] == output[start:] else None
         if kind == "Transpose" and "perm" in node.attributes:
             order = node.attributes["perm"].as_ints()
-            return [_mapped(asked, lambda axis: order[axis] - len(order))]
+            return [_mapped(cuts, lambda axis: order[axis] - len(order))]
         if kind in ("Squeeze", "Unsqueeze") and (listed := _list(node, 1, "axes")) is not None:
             shorter, longer = sorted((len(first), len(output)))
             new = {axis % longer for axis in listed}
             remaining = [axis for axis in range(longer) if axis not in new]
             if kind == "Unsqueeze":
-                return [_mapped(asked, lambda axis: remaining.index(longer + axis) - shorter), *whole]
-            return [_mapped(asked, lambda axis: remaining[shorter + axis] - longer), *whole]
+                return [_mapped(cuts, lambda axis: remaining.index(longer + axis) - shorter), *whole]
+            return [_mapped(cuts, lambda axis: remaining[shorter + axis] - longer), *whole]
         if kind == "Concat":
             axis = node.attributes.get_int("axis", 0) % len(output) - len(output)
             joined = [self._shape(node, number)[axis] for number in range(len(node.inputs))]
             is_cut = axis == rows or (axis == keys and sum(size != 1 for size in joined) != 1)
-            return None if is_cut else [asked] * len(node.inputs)
+            return None if is_cut else [cuts] * len(node.inputs)
         if kind == "Slice":
             starts, ends, axes = (_list(node, number) for number in (1, 2, 3))
             if starts is None or ends is None or axes is None:
@@ -306,12 +306,12 @@ class _Reader:
             spans = {axis % len(first) - len(first): span for axis, *span in zip(axes, starts, ends, strict=True)}
             # Of keys the last ones, a sink's column.
             start, end = spans.get(keys, (0, -1)) if keys is not None else (0, -1)
-            return [asked, *whole] if rows not in spans and start == 0 > end else None
+            return [cuts, *whole] if rows not in spans and start == 0 > end else None
         if kind == "Gather" and not node.attributes.get_int("axis") and outside:
-            return [_WHOLE, _mapped(asked, lambda axis: min(axis + len(first) - 1, 0) or None)]
+            return [_WHOLE, _mapped(cuts, lambda axis: min(axis + len(first) - 1, 0) or None)]
         is_plain = kind == "GatherND" and not node.attributes.get_int("batch_dims") and outside
         if is_plain and self._shape(node, 1)[-1] == len(first):
-            return [_WHOLE, _mapped(asked, lambda axis: axis - 1)]
+            return [_WHOLE, _mapped(cuts, lambda axis: axis - 1)]
         return None
 
     def _shape(self, node: ir.Node, place: int) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ def join_graphs(model: onnx.ModelProto, others: Sequence[OtherTeacher]) -> dict[
             shared = value.name.removeprefix(prefix)
             kind = value.type.tensor_type.elem_type
             model.graph.node.append(onnx.helper.make_node("Cast", [shared], [value.name], name=value.name, to=kind))
-            if all(known.name != shared for known in model.graph.input):
+            if all(existing.name != shared for existing in model.graph.input):
                 value.name = shared
                 model.graph.input.append(value)
         model.graph.node.extend(added.node)

@@ -90,7 +90,7 @@ class TeacherGraph:
             raise graph_unsupported(endless)
         kinds = find_kinds(sites, taken)
         selected = select_sites(sites, options.sites) if sites and options.has_attention else ()
-        layers, meant, counts = choose_layers(sites, selected, kinds, options)
+        layers, num_student_layers, counts = choose_layers(sites, selected, kinds, options)
         targets = find_targets(model, sites, options, kinds)
         factors = choose_stored(model, layers, kinds, options)
         groups = None if options.groups is None else TokenGroups.parse(options.groups)
@@ -118,7 +118,7 @@ class TeacherGraph:
             options=options,
             groups=groups,
             layers=layers,
-            num_student_layers=meant,
+            num_student_layers=num_student_layers,
             kinds=counts,
             factors=factors,
             num_heads=max((site.num_heads or 0 for _, site in layers), default=0),

@@ -193,8 +193,8 @@ class ModelInputs:
     @property
     def remark(self) -> str | None:
         """Columns that the graph does not take, and what the source says, such as how many texts were cut."""
-        left = sorted({*self.ignored} - {*TOKEN_COLUMNS, *self._source.made_from, self.seed_column})
-        ignored = f"left out, as the graph does not take them: {', '.join(left)}" if left else None
+        unused = sorted({*self.ignored} - {*TOKEN_COLUMNS, *self._source.made_from, self.seed_column})
+        ignored = f"left out, as the graph does not take them: {', '.join(unused)}" if unused else None
         return "; ".join(filter(None, (ignored, self._source.remark))) or None
 
     def key(self, index: int) -> str:

@@ -317,13 +317,12 @@ class TeacherRun:
     def groups(self, indices: Iterable[int]) -> Iterator[tuple[int, ...]]:
         """Samples that run together: as many as asked for, or fewer where their logits would take too much memory."""
         for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
-            rest = chosen
-            while rest:
-                size = (
-                    1 if self.graph.runs_alone else self._count_targets(rest)
-                )  # also of a batch that the graph fixes
-                yield rest[:size]
-                rest = rest[size:]
+            remaining = chosen
+            while remaining:
+                # One also of a batch that the graph fixes, which is filled up with it.
+                size = 1 if self.graph.runs_alone else self._count_targets(remaining)
+                yield remaining[:size]
+                remaining = remaining[size:]
 
     def checked_batches(self, indices: Iterable[int], most: int | None = None) -> Iterator[Batch]:
         """The same with arrays, in batches small enough for check outputs, many times larger than what is stored."""
@@ -375,9 +374,9 @@ class TeacherRun:
             rule = "exact targets need a state and logits of each position"
             raise graph_unsupported(f"{rule}; got {states.shape} and {logits.shape}", "CACHE-187")
         counted = np.flatnonzero(np.ones(states.shape[1]) if mask is None else mask[0])
-        few = counted[np.linspace(0, len(counted) - 1, min(len(counted), HEAD_ROWS)).astype(int)]
-        check_padding(logits[0, few], self.options.vocab_size or logits.shape[-1], 1.0)
-        return states[0, few], logits[0, few, : self.options.vocab_size]
+        chosen = counted[np.linspace(0, len(counted) - 1, min(len(counted), HEAD_ROWS)).astype(int)]
+        check_padding(logits[0, chosen], self.options.vocab_size or logits.shape[-1], 1.0)
+        return states[0, chosen], logits[0, chosen, : self.options.vocab_size]
 
 
 def _known_plans(graph: TeacherGraph) -> tuple[MergePlan, ...]:

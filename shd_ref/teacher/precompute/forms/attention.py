@@ -132,9 +132,9 @@ class AttentionMaker(Maker[AttentionT]):
             counted = (np.arange(num_rows) >= record.first) | layer.layer.rule.pooled
             counted &= True if layer.stored_mask is None else layer.stored_mask[:num_rows]
             for rows, maps in layer.tiles(entries, shape=(num_rows, keys)):  # not all at once: a sample may be long
-                again = np.where(counted[rows, None], maps["merged"][..., :keys], 0.0).astype(np.float32)
-                difference = 0.5 * np.abs(stored(rows) - again).sum(axis=-1, dtype=np.float64)
-                limits = bound(again, rows) + tolerance_of("recheck", dtype)
+                current = np.where(counted[rows, None], maps["merged"][..., :keys], 0.0).astype(np.float32)
+                difference = 0.5 * np.abs(stored(rows) - current).sum(axis=-1, dtype=np.float64)
+                limits = bound(current, rows) + tolerance_of("recheck", dtype)
                 if not (difference <= limits).all():
                     head, row = np.unravel_index(int((difference - limits).argmax()), difference.shape)
                     where = f"layer {student_layer} head {head} row {rows.start + row}"

@@ -53,9 +53,9 @@ class RowsMaker(Maker[RowsT]):
         """Rows of bytes, by the names of the form's parts; errors name the sample."""
         made = []
         for sample, extent in zip(samples, extents, strict=True):
-            taught = self.rows(form, sample, extent)
+            parts = self.rows(form, sample, extent)
             with naming(f"sample {sample.index} (key {sample.key})"):
-                codes = [form.encode(rows, counted, layer) for layer, rows, counted in taught]
+                codes = [form.encode(rows, counted, layer) for layer, rows, counted in parts]
             made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
         return made
 
