@@ -227,9 +227,9 @@ Layout: TypeAlias = Literal["batch-heads", "heads-batch", "batch-folded", "heads
 """Axes of the map before (L, S): ``B, H``; ``H, B``; ``B * H`` with heads inside; ``H * B`` with samples inside."""
 
 _PROBE_SIZES: Final = InputSizes(batch=2, length=3)  # unlike each other, and not 1, which graphs broadcast
-_LONGEST_FROZEN: Final = 4096
-_MOST_TRIED: Final = 6
-_LEAST_SECONDS: Final = 10.0
+_LONGEST_FROZEN: Final = 4096  # examples that people export with are shorter
+_MOST_TRIED: Final = 6  # each with two batches: a graph that fails them all is refused within seconds
+_LEAST_SECONDS: Final = 10.0  # a tiny run takes milliseconds, on a busy machine a second
 _ENTRIES_PER_SECOND: Final = 2**23  # of weights: a slow disk reads them faster, and a slow core a probe's products
 _PAIRS_PER_SECOND: Final = 2**18  # of positions
 _LEAST_BYTES: Final = 2**30

@@ -32,7 +32,7 @@ from shd_ref.teacher.opening.model import (
     opset_version,
 )
 
-_TARGET_OPSET: Final = 18
+_TARGET_OPSET: Final = 18  # what our own exports have
 _EARLY: Final = frozenset({"LayerNormalization"})
 _ASIDE: Final = "squeezing_heads.aside"
 _KNOWN_DOMAINS: Final = frozenset({*STANDARD_DOMAINS, "ai.onnx.ml", CONTRIB_DOMAIN})

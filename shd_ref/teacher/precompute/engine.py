@@ -178,6 +178,7 @@ class PrecomputeJob:
         make_records(first, manifest, work.inputs.seed)
         check_company(work, manifest)
         self._folder, self._writer = out, CacheWriter(out, manifest)
+        # Before any shard: whoever commits the last one seals the cache, and these with it.
         for form in manifest.forms:
             for file in form.files:
                 self._writer.write_file(file, maker_of(form).files(work, form)[file.name])

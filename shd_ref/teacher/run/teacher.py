@@ -389,8 +389,8 @@ TILE_BYTES: Final = 2**24
 """Maps of a tile in float32, about."""
 WHOLE_BYTES: Final = 2**24
 """Maps of a batch in float32 that are made whole."""
-_LEAST_ROWS: Final = 16
-_MOST_ROWS: Final = 256
+_LEAST_ROWS: Final = 16  # fewer make a Loop of many small products
+_MOST_ROWS: Final = 256  # of more, the first see few of the keys that the last of a causal map see
 
 
 def _choose_tiling(graph: TeacherGraph, inputs: ModelInputs, run: RunOptions) -> Tiling | None:
