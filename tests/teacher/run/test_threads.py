@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import threadpoolctl
 from support.attention_graphs import language_model, saved, token_samples
 from support.calls import calls_of
 from support.makers import contents
 
 from shd_ref.teacher import ModelInputs, PrecomputeOptions, RunOptions, Source, input_specs
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.session import SMALL_PRODUCT, threads_for
 
 
 class Streamed(Source):
@@ -47,25 +45,6 @@ def test_two_threads_read_their_own_samples() -> None:
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(read, list(range(20))[::step] * 100) for step in (1, -1, 2, -3)]:
             done.result()
-
-
-def blas_threads() -> list[int]:
-    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-
-
-def test_small_products_take_one_thread() -> None:
-    with threadpoolctl.threadpool_limits(2, user_api="blas"):
-        before = blas_threads()
-        if max(before, default=1) < 2:
-            pytest.skip("NumPy's BLAS has one thread here")
-        with threads_for(SMALL_PRODUCT):
-            assert set(blas_threads()) == {1}
-        assert blas_threads() == before
-        with threads_for(SMALL_PRODUCT + 1):
-            assert blas_threads() == before
-        with pytest.raises(ValueError, match="inside"), threads_for(1):
-            raise ValueError("inside")
-        assert blas_threads() == before
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
