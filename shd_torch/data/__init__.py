@@ -6,6 +6,5 @@ the samples' batch and the records in one buffer. Imports ``supervision`` and ``
 
 from shd_torch.data.dataset import SupervisedDataset, check_cache, read_texts
 from shd_torch.data.stream import SupervisedStream
-from shd_torch.supervision.cached import CodedSupervision
 
-__all__ = ["CodedSupervision", "SupervisedDataset", "SupervisedStream", "check_cache", "read_texts"]
+__all__ = ["SupervisedDataset", "SupervisedStream", "check_cache", "read_texts"]

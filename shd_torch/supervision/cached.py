@@ -1,20 +1,18 @@
 """A batch of a cache: the records of its samples in one buffer, decoded where the student trains.
 
-``pack_records`` puts the bytes of attention first, in the order in which ``CodedSupervision`` (maps) or
-``FactoredCodes`` (queries and keys) reads them, then the rows of all other forms, part by part. So a batch crosses
+``pack_records`` puts the bytes of attention first, then the rows of all other forms, part by part. So a batch crosses
 processes and devices as one tensor. The k likeliest classes of a row are stored in few bits (CACHE-164 to CACHE-166),
 which ``decode_rows`` takes apart.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,6 +28,7 @@ from shd_ref.cache import (
     LayerFactors,
     Logits,
     Manifest,
+    Maps,
     SampleRecord,
     packed_size,
 )
@@ -44,6 +43,7 @@ from shd_torch.supervision.supervision import (
     EmbeddingTargets,
     Length,
     StoredRows,
+    Supervision,
     Taught,
     TaughtLayers,
     TopkTargets,
@@ -52,16 +52,20 @@ from shd_torch.supervision.supervision import (
 
 
 @dataclass(frozen=True)
-class CachedBatch(Taught):
-    """A batch of a cache in one buffer, whatever its form of attention."""
+class CachedSupervision(Taught):
+    """A batch of a cache in one buffer, whatever its forms.
+
+    Attention comes first: packed maps layer by layer, sample by sample (CACHE-125, CACHE-126), or of queries and keys
+    the mixing matrices and steps of all layers and samples, then their codes (CACHE-140).
+    """
 
     buffer: Tensor  # uint8: the codes of attention, then the rows of all other forms, part by part
     lengths: tuple[int, ...]  # positions of each sample
     # In the buffer's order; given to ``capture_attention``, they refuse a student of another depth than was meant.
-    layers: tuple[int, ...]
-    num_student_heads: int
-    codec: str  # of the attention, as is the support, "full" or "causal"
-    support: str
+    layers: TaughtLayers
+    attention: Attention | None  # how the cache holds it; None where it holds none
+    # By layer, rows and keys of each sample's maps, where these are not its positions (cross attention); else empty.
+    shapes: tuple[tuple[tuple[int, int], ...], ...]
     firsts: tuple[int, ...]  # positions of padding in front of each sample, without a row; empty where there are none
     decoder: tuple[int, ...]  # positions of the second sequence, where a form has a row for each; else empty
     start: int  # where the first row begins in the buffer
@@ -173,41 +177,34 @@ class CachedBatch(Taught):
         spread[spots.to(values.device, non_blocking=True)] = values
         return spread.view(shape)
 
-
-@dataclass(frozen=True)
-class CodedSupervision(CachedBatch):
-    """The supervision of a batch as the cache stores it: a byte or two an entry (CACHE-125, CACHE-126).
-
-    The buffer holds the packed codes layer by layer, sample by sample.
-    """
-
-    temperature: float | None  # T_a of the cache, where it is known
-    # By layer, rows and keys of each sample's maps, where these are not its positions (cross attention); else empty.
-    shapes: tuple[tuple[tuple[int, int], ...], ...]
-    groups: str | None = None  # of the cache, where its maps are pooled
-
-    def supervise(self, length: Length = None) -> list[Coded]:
-        """One ``Coded`` a layer, for ``attention_kl``: maps are made tile by tile, and never held.
+    def supervise(self, length: Length = None) -> Sequence[Supervision]:
+        """The supervision of each layer for ``attention_kl``, whose maps are made a tile at a time, or never.
 
         Args:
             length: L to pad to, the student's sequence length; or rows and keys ``(L, S)`` of each layer, which are
-                alike but for layers whose keys are of another sequence; default: of the longest sample.
+                alike but for layers whose keys are of another sequence; default: of the longest sample. Padded rows
+                do not count, and padded keys have no mass.
 
         Raises:
             ShdError: ``argument-shape`` for a length below the longest sample.
         """
+        if isinstance(self.attention, Factors):
+            return self._supervise_factors(self.attention, check_length(self.lengths, most_rows(length)))
+        return self._supervise_maps(self.attention, length) if isinstance(self.attention, Maps) else []
+
+    def _supervise_maps(self, form: Maps, length: Length) -> list[Coded]:
         length = length if self.shapes else most_rows(length)
-        sizes_of = functools.cache(self._sizes)
         supervisions, start = [], 0
         for layer, shapes in enumerate(self.shapes or (tuple((n, n) for n in self.lengths),) * len(self.layers)):
-            *starts, start = accumulate(sizes_of(shapes), initial=start)
+            sizes = [packed_size(form.codec, form.support, form.num_student_heads, *shape) for shape in shapes]
+            *starts, start = accumulate(sizes, initial=start)
             rows, keys = (tuple(side) for side in zip(*shapes, strict=True))
             if length is None:
                 num_rows, num_keys = max(rows), max(keys)
             else:
                 num_rows, num_keys = (length, length) if isinstance(length, int) else length[layer]
-            if self.groups is not None and self.groups.startswith("patches:"):  # which nothing may pad
-                rule = f"a student must have the {rows[0]} tokens of groups {self.groups}, as the cache was made"
+            if form.groups is not None and form.groups.startswith("patches:"):  # which nothing may pad
+                rule = f"a student must have the {rows[0]} tokens of groups {form.groups}, as the cache was made"
                 message = f"{rule}; got {num_rows}: count a class token in them too (patches:14x14:7x7:1)"
                 if num_rows != rows[0]:
                     raise ShdError("cache-mismatch", message, "CACHE-131")
@@ -216,46 +213,31 @@ class CodedSupervision(CachedBatch):
                     self.buffer,
                     tuple(starts),
                     rows,
-                    self.num_student_heads,
-                    self.codec,
-                    self.support,
+                    form.num_student_heads,
+                    form.codec,
+                    form.support,
                     num_rows,
-                    self.temperature,
+                    form.temperature,
                     key_lengths=None if rows == keys and num_rows == num_keys else keys,
                     num_keys=num_keys,
                 )
             )
         return supervisions
 
-    def _sizes(self, shapes: tuple[tuple[int, int], ...]) -> list[int]:
-        return [packed_size(self.codec, self.support, self.num_student_heads, *shape) for shape in shapes]
-
-
-@dataclass(frozen=True)
-class FactoredCodes(CachedBatch):
-    """The supervision of a batch from a cache of queries and keys (CACHE-140).
-
-    The buffer holds the mixing matrices and steps of all layers and samples, then their codes.
-    """
-
-    factors: tuple[LayerFactors, ...]  # how each layer's queries and keys make its maps
-    groups: tuple[tuple[tuple[int, ...], ...] | None, ...]  # merged into each student head, by layer; None: all are
-    num_teacher_heads: int
-
-    def supervise(self, length: Length = None) -> list[Factored]:
-        """One ``Factored`` a layer, as for ``CodedSupervision``: padded rows do not count, padded keys are masked."""
-        size = check_length(self.lengths, most_rows(length))
-        mixing, steps, codes = self._sections()
+    def _supervise_factors(self, form: Factors, size: int) -> list[Factored]:
+        num_heads, columns = form.num_teacher_heads, [form.column(layer) for layer in self.layers]
+        mixing, steps, codes = self._sections(form, [form.factors[column] for column in columns])
         present = self.query_mask(size)
         padded = any(self.firsts) or any(n != size for n in self.lengths)
-        row_mass = present[:, None].float().expand(-1, self.num_teacher_heads, -1) if padded else None
+        row_mass = present[:, None].float().expand(-1, num_heads, -1) if padded else None
         supervision = []
-        for number, (factors, groups) in enumerate(zip(self.factors, self.groups, strict=True)):
-            heads = self.num_teacher_heads + factors.num_key_heads
+        for number, column in enumerate(columns):
+            factors = form.factors[column]
+            heads = num_heads + factors.num_key_heads
             values = self._spread(codes[number], heads, factors.width, size)
             if steps is not None:
                 values *= self._spread(steps[number], heads, 1, size)
-            queries, keys = torch.split(values, [self.num_teacher_heads, factors.num_key_heads], dim=1)
+            queries, keys = torch.split(values, [num_heads, factors.num_key_heads], dim=1)
             supervision.append(
                 Factored(
                     queries,
@@ -263,27 +245,30 @@ class FactoredCodes(CachedBatch):
                     mixing[number],
                     scale=factors.scale,
                     attn_mask=present[:, None, None] if padded else None,
-                    is_causal=self.support == "causal",
+                    is_causal=form.support == "causal",
                     window=factors.window,
-                    groups=groups,
+                    # The mean merges all heads into each.
+                    groups=None if form.strategy == "mean" else plan_groups(form.layer_plans[column], num_heads),
                     row_mass=row_mass,
                 )
             )
         return supervision
 
-    def _sections(self) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
-        shape = (len(self.layers), len(self.lengths), self.num_student_heads, self.num_teacher_heads)
-        vectors = [(self.num_teacher_heads + layer.num_key_heads) * sum(self.counts) for layer in self.factors]
+    def _sections(
+        self, form: Factors, layers: Sequence[LayerFactors]
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, tuple[Tensor, ...]]:
+        shape = (len(layers), len(self.lengths), form.num_student_heads, form.num_teacher_heads)
+        vectors = [(form.num_teacher_heads + layer.num_key_heads) * sum(self.counts) for layer in layers]
         # Numbers of four bytes come first, so that every section is aligned.
         start = 4 * math.prod(shape)
         mixing = self.buffer[:start].view(torch.float32).view(shape)
         steps = None
-        if self.codec == "int8":
+        if form.codec == "int8":
             end = start + 4 * sum(vectors)
             steps = torch.split(self.buffer[start:end].view(torch.float32), vectors)
             start = end
-        codes = self.buffer[start : self.start].view(torch.int8 if self.codec == "int8" else torch.float16)
-        sizes = [n * layer.width for n, layer in zip(vectors, self.factors, strict=True)]
+        codes = self.buffer[start : self.start].view(torch.int8 if form.codec == "int8" else torch.float16)
+        sizes = [n * layer.width for n, layer in zip(vectors, layers, strict=True)]
         return mixing, steps, torch.split(codes, sizes)
 
     def _spread(self, packed: Tensor, heads: int, width: int, size: int) -> Tensor:
@@ -295,10 +280,6 @@ class FactoredCodes(CachedBatch):
         for target, block, n, count in zip(spread, parts, self.lengths, self.counts, strict=True):
             target[:, n - count : n].copy_(block.view(heads, count, width))
         return spread
-
-
-CachedSupervision: TypeAlias = CodedSupervision | FactoredCodes
-"""A batch of a cache of maps, or of queries and keys: both ``supervise`` and ``decode`` alike."""
 
 
 def pack_records(
@@ -314,33 +295,20 @@ def pack_records(
         blobs += [record.parts[name] for name in names for record in records]
         buffer = torch.from_numpy(np.concatenate(blobs))
     firsts = tuple(record.first for record in records)
-    batch: dict[str, Any] = {
-        "buffer": buffer,
-        "lengths": tuple(record.length for record in records),
-        "layers": taught_layers(manifest, None if form is None else layers),
-        "num_student_heads": 0 if form is None else form.num_student_heads,
-        "codec": "float32" if form is None else form.codec,
-        "support": "full" if form is None else form.support,
-        "firsts": firsts if any(firsts) else (),
-        "decoder": tuple(record.decoder for record in records) if names and manifest.has_decoder_rows else (),
-        "start": start,
-        "forms": forms,
-        "names": frozenset(names),
-    }
     columns = [] if form is None else [form.column(layer) for layer in layers]
-    if isinstance(form, Factors):
-        heads, plans = form.num_teacher_heads, form.layer_plans
-        merges_all = form.strategy == "mean"
-        return FactoredCodes(
-            **batch,
-            factors=tuple(form.factors[column] for column in columns),
-            groups=tuple(None if merges_all else plan_groups(plans[column], heads) for column in columns),
-            num_teacher_heads=heads,
-        )
-    shapes = [[record.extent.shapes[column] for record in records] for column in columns if records[0].shapes]
-    temperature = None if form is None else form.bound_temperature
-    groups = None if form is None else getattr(form, "groups", None)
-    return CodedSupervision(**batch, temperature=temperature, shapes=tuple(map(tuple, shapes)), groups=groups)
+    shapes = [tuple(record.extent.shapes[column] for record in records) for column in columns if records[0].shapes]
+    return CachedSupervision(
+        buffer=buffer,
+        lengths=tuple(record.length for record in records),
+        layers=taught_layers(manifest, None if form is None else layers),
+        attention=form,
+        shapes=tuple(shapes),
+        firsts=firsts if any(firsts) else (),
+        decoder=tuple(record.decoder for record in records) if names and manifest.has_decoder_rows else (),
+        start=start,
+        forms=forms,
+        names=frozenset(names),
+    )
 
 
 def _attention_blobs(

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support.makers import job
 from support.refusals import refusal
 from torch import Tensor
 
 from shd_ref.cache import CODECS, decode, encode, pack, packed_size
 from shd_torch import attention_kl
-from shd_torch.data import CodedSupervision
-from shd_torch.supervision import Coded, Dense
+from shd_torch.supervision import CachedSupervision, Coded, Dense, TaughtLayers
 
 HEADS, LENGTHS = 3, (7, 7, 5, 7, 1)
 LONGEST = 8
@@ -26,7 +26,7 @@ def make_maps(length: int, support: str, seed: int) -> NDArray[np.float32]:
     return (weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)).astype(np.float32)
 
 
-def make_batch(codec: str, support: str) -> tuple[CodedSupervision, list[NDArray[np.float32]]]:
+def make_batch(codec: str, support: str) -> tuple[CachedSupervision, list[NDArray[np.float32]]]:
     """Two layers as the bytes of a cache, and what the reference decodes from them."""
     blobs, expected = [], []
     for layer in range(2):
@@ -37,8 +37,9 @@ def make_batch(codec: str, support: str) -> tuple[CodedSupervision, list[NDArray
             maps[sample, :, :length, :length] = decode(codec, codes)
         expected.append(maps)
     buffer = torch.from_numpy(np.concatenate(blobs))
-    rows = ((), (), 0, (), frozenset())  # of no other form
-    return CodedSupervision(buffer, LENGTHS, (0, 2), HEADS, codec, support, *rows, 2.0, ()), expected
+    form = replace(job().attention, num_student_heads=HEADS, codec=codec, support=support, temperature=2.0)
+    others = ((), (), 0, (), frozenset())  # forms that the batch lacks
+    return CachedSupervision(buffer, LENGTHS, TaughtLayers((0, 2)), form, (), *others), expected
 
 
 @pytest.mark.parametrize("support", ["full", "causal"])

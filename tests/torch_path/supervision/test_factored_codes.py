@@ -13,13 +13,13 @@ from torch import Tensor
 from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, Factors, codec_error
 from shd_torch import ShdError, SupervisedDataset
 from shd_torch.data import check_cache
-from shd_torch.supervision import FactoredCodes
+from shd_torch.supervision import CachedSupervision
 from shd_torch.supervision.cached import pack_records
 
 INDICES = (3, 0, 7, 3)
 
 
-def batch_of(reader: CacheReader, indices: tuple[int, ...], layers: tuple[int, ...] = (1, 2)) -> FactoredCodes:
+def batch_of(reader: CacheReader, indices: tuple[int, ...], layers: tuple[int, ...] = (1, 2)) -> CachedSupervision:
     return pack_records([reader.read(key_of(index)) for index in indices], reader.manifest, layers)
 
 
@@ -135,7 +135,6 @@ def test_decoders_with_windows_and_padding_in_front(name: str, windows: list[int
     assert [layer.window for layer in manifest.attention.factors] == windows
     assert (manifest.attention.support, manifest.attention.padding) == ("causal", "around")
     _, codes = joined.collate([joined[i] for i in range(6)])
-    assert isinstance(codes, FactoredCodes)
     assert codes.firsts == tuple(firsts)
     with torch.no_grad():
         attentions = model(**inputs, output_attentions=True).attentions
