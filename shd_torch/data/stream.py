@@ -14,19 +14,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shd_ref.cache import CacheReader, SampleRecord
 from shd_ref.errors import ShdError, need
-from shd_torch.checks import check_option
 from shd_torch.data.dataset import CacheJoin, ModelInputs, Pair
-
-REMAINDERS: tuple[str, ...] = ("repeat", "drop", "keep")
-"""What becomes of samples that are too few for all ranks."""
 
 
 class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
     """Pairs every sample of an iterable with its record in a cache; ``SupervisedDataset`` for data without a length.
 
     Each rank takes every n-th sample of the same stream, and each worker of its ``DataLoader`` every m-th of those.
-    All ranks get equally many, or they would wait for each other; see ``remainder``. For an iterable that is already
-    divided, as by Hugging Face's ``split_dataset_by_node``, set ``divide=False``; its shares must be equal too.
+    All ranks get equally many, or they would wait for each other: at the end some get the first samples again, as by
+    PyTorch's ``DistributedSampler``.
 
     A pass goes on after an interruption by torchdata's ``StatefulDataLoader``, in the order that ``set_epoch`` set.
 
@@ -38,10 +34,6 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         skipped: as for ``SupervisedDataset``.
         logits: as there.
         hidden: as there.
-        divide: whether to divide the samples among ranks and workers; False if ``data`` is already divided.
-        remainder: handling of the last samples if they are too few for all ranks: ``"repeat"`` gives the other ranks
-            the first samples again, ``"drop"`` omits them (both as in PyTorch's ``DistributedSampler``), and
-            ``"keep"`` gives some ranks one more than others, for a loop that handles this, such as ``SHDTrainer``.
 
     Raises:
         ShdError: ``argument-value``, and what opening the cache raises; while it is iterated ``sample-missing``
@@ -58,17 +50,12 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         skipped: str = "error",
         logits: bool = True,
         hidden: Iterable[int] | None = None,
-        divide: bool = True,
-        remainder: str = "repeat",
     ) -> None:
-        check_option("remainder", remainder, REMAINDERS)
         super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
         again, got = iter(data) is not data, f"the iterator {type(data).__name__}"
         remedy = "give the list, the data set or an object with __iter__"
         need(again, "argument-value", "data", "be an iterable that can be iterated again", got, remedy=remedy)
         self.data = data
-        self._divide = divide
-        self._remainder = remainder
         self._epoch = _make_shared()
         self._heard = 0  # the epoch that this process's data were told of
         self._place: tuple[int, int] | None = None  # rank and ranks, for a worker that cannot ask
@@ -114,10 +101,9 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
                 waiting.append(entry)
             if total % ranks == 0:  # every rank has got one
                 yield waiting.pop()
-        remaining = total % ranks
-        if remaining and self._remainder != "drop":
+        if remaining := total % ranks:
             yield from waiting
-            if self._remainder == "repeat" and not waiting:
+            if not waiting:
                 yield next(islice(self._entries(), (rank - remaining) % total, None))
 
     def _entries(self) -> Iterator[tuple[int, Any]]:
@@ -127,8 +113,6 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
 
     def _find_share(self) -> tuple[int, int, int, int]:
         """This process's rank, how many there are, its worker's number in the rank, and how many there are."""
-        if not self._divide:
-            return 0, 1, 0, 1
         worker = get_worker_info()
         of_worker = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return *(_find_rank() or self._place or (0, 1)), *of_worker

@@ -77,8 +77,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     a ``SupervisedDataset`` for evaluation too. Checkpoints and everything else are the base class's: a checkpoint
     contains only the student, and counts once ``shd_checkpoint.json`` is in it, which is written last. Ranks and
     accumulated batches with different numbers of rows add up to the whole batch (``batch_share``), for each term by
-    its counted rows. A ``SupervisedStream`` gives each rank its share; at its end, samples that do not fill a step on
-    every rank are dropped.
+    its counted rows. At the end of a ``SupervisedStream``, samples that do not fill a
+    step are dropped.
 
     Logged in addition to ``loss``, over all ranks, as means over the steps since the last log: ``base_loss``;
     ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch) and
@@ -305,8 +305,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         started = time.perf_counter()
         batches = list(islice(epoch_iterator, num_batches))
         self._record.wait_seconds += time.perf_counter() - started
-        if isinstance(self.train_dataset, SupervisedStream) and not self._is_whole_everywhere(batches, num_batches):
-            # A rank that stepped alone would wait for the others for ever.
+        if isinstance(self.train_dataset, SupervisedStream) and len(batches) < num_batches:
+            # Of a rest of a stream, the same on all ranks, the base class adds gradients to the next epoch's.
             batches, self.control.should_epoch_stop = [], True
         self._totals = self._count(batches)
         return super().get_batch_samples(iter(batches), len(batches), device)
@@ -529,13 +529,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 means["clipped_alphas"] = clipped / alphas if alphas else 0.0
             logs |= means
         super().log(logs, start_time)
-
-    def _is_whole_everywhere(self, taken: Sequence[Any], num_batches: int) -> bool:
-        whole = len(taken) == num_batches
-        if self.accelerator.num_processes == 1:
-            return whole
-        ranks = self.accelerator.reduce(torch.tensor(float(whole), device=self.args.device), "mean")
-        return float(ranks) == 1.0
 
     def _is_scaled(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the base loss is normalised over the whole accumulated batch, as ``training_step`` sees it."""

@@ -13,22 +13,20 @@ from support.binding.trainer_cases import make_model, make_samples, make_trainer
 
 RANKS = 2
 BATCH = 4  # samples of a step, however many processes make it
-WAYS = ("whole", "accumulated", "uneven", "live", "stream", "stream-accumulated", "stream-leftover")
+WAYS = ("whole", "accumulated", "uneven", "live", "stream", "stream-accumulated")
 WAYS += ("terms", "terms-accumulated")  # on logits and, through projectors, on hidden states
 
 
 def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
-    """Three steps, the same for any number of ranks; 4 + 3 samples an epoch where ranks get unequal batches."""
+    """Three steps, the same for any number of ranks; 4 + 3 samples an epoch where it is uneven."""
     samples = make_samples()
-    if way in ("uneven", "stream"):
+    if way == "uneven":
         samples = samples[:7]
-    if way == "stream-leftover":
-        samples = samples[: BATCH + ranks - 1]  # of two ranks one has a batch more, which it must not train on
     micro = 2 if way.endswith("accumulated") else 1
     given: dict[str, Any] = {}
     train: Any = SupervisedDataset(samples, cache)
     if way.startswith("stream"):
-        train = SupervisedStream(samples, cache, remainder="keep")
+        train = SupervisedStream(samples, cache)
     if way == "live":
         train, given["teacher"] = samples, OnlineTeacher(make_model(4, seed=1), 2, 2)
     if way.startswith("terms"):

@@ -65,23 +65,12 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("remainder", ["repeat", "drop", "keep"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
-def test_ranks_share_the_stream_as_a_distributed_sampler_does(cache: Path, ranks: int, remainder: str) -> None:
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_ranks_share_the_stream_as_a_distributed_sampler_does(cache: Path, ranks: int) -> None:
     for rank in range(ranks):
         with as_rank(rank, ranks):
-            seen = [record.index for _, record in SupervisedStream(Tokens(), cache, remainder=remainder)]
-            whole = [record.index for _, record in SupervisedStream(Tokens(), cache, divide=False)]
-        assert whole == list(range(NUM_SAMPLES))
-        if remainder == "keep":
-            assert seen == list(range(rank, NUM_SAMPLES, ranks))
-        elif remainder == "drop" and ranks > NUM_SAMPLES:
-            assert seen == []  # PyTorch's own fails here
-        else:
-            drop_last = remainder == "drop"
-            assert seen == list(
-                DistributedSampler(range(NUM_SAMPLES), ranks, rank, shuffle=False, drop_last=drop_last)
-            )
+            seen = [record.index for _, record in SupervisedStream(Tokens(), cache)]
+        assert seen == list(DistributedSampler(range(NUM_SAMPLES), ranks, rank, shuffle=False))
 
 
 def test_workers_of_all_ranks_give_equally_many_batches(cache: Path) -> None:
@@ -95,19 +84,17 @@ def test_workers_of_all_ranks_give_equally_many_batches(cache: Path) -> None:
     assert sorted(index for batches in seen for batch in batches for index in batch) == sorted([*range(11), 0])
 
 
-@pytest.mark.parametrize("remainder", ["repeat", "drop"])
-def test_dropped_samples_leave_shares_equal(tmp_path: Path, remainder: str) -> None:
+def test_dropped_samples_leave_shares_equal(tmp_path: Path) -> None:
     manifest = job(NUM_SAMPLES, on_error="skip")
     folder = write_cache(tmp_path / "skipping", manifest)
     left = [index for index in range(NUM_SAMPLES) if not is_skipped(manifest, index)]
     seen = []
     for rank in range(2):
         with as_rank(rank, 2):
-            stream = SupervisedStream(Tokens(), folder, skipped="drop", remainder=remainder)
+            stream = SupervisedStream(Tokens(), folder, skipped="drop")
             seen.append([record.index for _, record in stream])
     assert len(left) == 7
-    drops, repeats = [left[0:6:2], left[1:6:2]], [left[0::2], [*left[1::2], left[0]]]
-    assert seen == (drops if remainder == "drop" else repeats)
+    assert seen == [left[0::2], [*left[1::2], left[0]]]
 
 
 def test_a_spawned_worker_knows_its_rank(cache: Path) -> None:
@@ -150,8 +137,6 @@ def test_what_is_refused(cache: Path) -> None:
         list(SupervisedStream(Tokens(extra=1), cache))
     with refusal("argument-value", "got the iterator"):
         SupervisedStream(iter(Tokens()), cache)
-    with pytest.raises(ShdError, match="remainder must be one of repeat, drop, keep; got 'pad'"):
-        SupervisedStream(Tokens(), cache, remainder="pad")
     with pytest.raises(ShdError, match="skipped must be"):
         SupervisedStream(Tokens(), cache, skipped="maybe")
     with refusal("inputs-invalid", "inputs input_ids"):
