@@ -5,7 +5,6 @@ At the end projectors, small modules between the student's width and the teacher
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,54 +29,33 @@ if TYPE_CHECKING:
     from shd_ref.cache import Manifest
     from shd_torch.data.dataset import CacheJoin
 
-SHAPES: Final[tuple[str, ...]] = ("constant", "linear", "cosine")
-"""How beta goes from its peak to its end."""
-
 
 @dataclass(frozen=True)
 class BetaSchedule:
-    """Beta as a function of training progress: linear warm-up, then decay to ``end``, and an early stop.
+    """A weight until some part of the training, and none of its term's cost from there on.
+
+    Any function of progress in [0, 1] is a weight too, but its term is measured to the end, and logged, also at 0.
+    From random weights SHD in the first half alone was better (docs/study.md).
 
     Attributes:
-        peak: beta after the warm-up, at least 0.
-        kind: ``"constant"`` (stays at the peak), ``"linear"`` or ``"cosine"``.
-        warmup: share of the training for the warm-up from 0, in [0, 1).
-        end: beta at the end of a linear or cosine decay, at least 0.
-        until: share of the training in which the term is used, in (0, 1]; the rest trains at the cost of a loss
-            without it. The decay ends there. From random weights the first half alone was better (docs/study.md).
+        weight: beta, or another term's weight, at least 0.
+        until: part of the training in which the term is used, in (0, 1].
 
     Raises:
         ShdError: ``argument-value`` naming what is out of range or no number.
     """
 
-    peak: float
-    kind: str = "constant"
-    warmup: float = 0.0
-    end: float = 0.0
+    weight: float
     until: float = 1.0
 
     def __post_init__(self) -> None:
-        need(self.kind in SHAPES, "argument-value", "kind", f"be one of {', '.join(SHAPES)}", repr(self.kind))
-        for name, value in (("peak", self.peak), ("end", self.end)):
-            check_number(name, value, least=0.0)
+        check_number("weight", self.weight, least=0.0)
         inside = 0 < check_number("until", self.until) <= 1
         need(inside, "argument-value", "until", "be in (0, 1], a part of the training", repr(self.until))
-        inside = 0 <= check_number("warmup", self.warmup) < self.until
-        rule = f"be in [0, {self.until:g}), a part of the training"
-        need(inside, "argument-value", "warmup", rule, repr(self.warmup))
 
     def __call__(self, progress: float) -> float:
-        """Beta at this part of the training, 0 at its first step and 1 after its last."""
-        progress = min(max(progress, 0.0), 1.0)
-        if self.is_over(progress):
-            return 0.0
-        if progress < self.warmup:
-            return self.peak * progress / self.warmup
-        if self.kind == "constant":
-            return self.peak
-        way = (progress - self.warmup) / (self.until - self.warmup)
-        share = 1.0 - way if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
-        return self.end + (self.peak - self.end) * share
+        """The weight at this part of the training, 0 at its first step and 1 after its last."""
+        return 0.0 if self.is_over(progress) else self.weight
 
     def is_over(self, progress: float) -> bool:
         """Whether the term is left out from here on."""

@@ -1,28 +1,21 @@
-"""``SHDTrainer``: Hugging Face's trainer with terms of distillation, from a cache or from live teachers.
-
-At its end: checkpoints that were written to their end, as a file says that is written last.
-"""
+"""``SHDTrainer``: Hugging Face's trainer with terms of distillation, from a cache or from live teachers."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import Attention, CacheReader, Maps
-from shd_ref.cache.storage.documents import read_json
-from shd_ref.cache.storage.drafts import hash_files, put, settle, sync
-from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_output
@@ -58,14 +51,11 @@ from shd_torch.training.terms import (
 try:
     from accelerate.data_loader import prepare_data_loader
     from transformers import Trainer
+    from transformers.trainer import TRAINER_STATE_NAME
 except ImportError as error:
     raise ImportError(
         "shd_torch.training.trainer needs transformers and accelerate: pip install '.[hf]' (in a checkout)"
     ) from error
-
-
-MARKER: Final = "shd_checkpoint.json"
-"""Hashes of a checkpoint's files; empty until all of them are on the disk."""
 
 
 class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers is untyped in places
@@ -75,10 +65,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     and keys are captured during training. A student that returns no loss, because it has no head or its batches no
     labels, is trained with the terms only; its ``eval_loss`` is then their weighted sum, which needs live teachers or
     a ``SupervisedDataset`` for evaluation too. Checkpoints and everything else are the base class's: a checkpoint
-    contains only the student, and counts once ``shd_checkpoint.json`` is in it, which is written last. Ranks and
-    accumulated batches with different numbers of rows add up to the whole batch (``batch_share``), for each term by
-    its counted rows. At the end of a ``SupervisedStream``, samples that do not fill a
-    step are dropped.
+    contains only the student, with the terms' projectors in a file of their own. Ranks and accumulated batches with
+    different numbers of rows add up to the whole batch (``batch_share``), for each term by its counted rows. At the
+    end of a ``SupervisedStream``, samples that do not fill a step are dropped.
 
     Logged in addition to ``loss``, over all ranks, as means over the steps since the last log: ``base_loss``;
     ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch) and
@@ -453,42 +442,17 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in the base class; True resumes from the newest checkpoint that was written to its end."""
         if resume_from_checkpoint is True:
-            with self.args.main_process_first(local=False):
-                last = last_checkpoint(Path(self.args.output_dir or ""))
-            if last is None:
-                rule = f"resume_from_checkpoint must name a checkpoint where none has a whole {MARKER}"
-                raise ShdError("argument-value", f"{rule}; got True, and none in {self.args.output_dir}")
-            resume_from_checkpoint = str(last)
+            last = last_checkpoint(Path(self.args.output_dir or ""))
+            resume_from_checkpoint = True if last is None else str(last)
         self._record = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        most = self.args.save_total_limit
-        self.args.save_total_limit = most + 1 if most else most  # one is whole while the next is not
-        with write_errors(folder):
-            if self.args.should_save:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / MARKER).write_bytes(b"")
-            super()._save_checkpoint(model, trial)
-            self.args.save_total_limit = most
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                finish_checkpoint(folder, is_shared=self.accelerator.num_processes > 1)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir or "")
-            self.projectors.save(folder)
-            for file in folder.glob("*.safetensors"):
-                settle(file)
+            self.projectors.save(output_dir or self.args.output_dir or "")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        if (folder / MARKER).exists() and not is_whole(folder):
-            rule = "resume_from_checkpoint must be whole, as it was written"
-            raise ShdError("read-failed", f"{rule}; got {folder}, unfinished or damaged: name an earlier one")
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.projectors.load(resume_from_checkpoint)
 
@@ -594,32 +558,12 @@ class StepRecord:
         return means
 
 
-def finish_checkpoint(folder: Path, *, is_shared: bool) -> None:
-    """Mark a checkpoint as whole; without hashes where other machines wrote some of its files."""
-    draft = folder / f".{MARKER}"
-    draft.write_text(json.dumps({} if is_shared else _hash(folder)), encoding="utf-8")
-    settle(folder)
-    put(draft, folder / MARKER)
-    sync(folder.parent)
-
-
-def is_whole(folder: Path) -> bool:
-    try:
-        return read_json(folder / MARKER) in ({}, _hash(folder))
-    except (OSError, ValueError):
-        return False
-
-
-def _hash(folder: Path) -> dict[str, str]:
-    return {name: digest for name, digest in hash_files(folder, "**/*").items() if not name.endswith(MARKER)}
-
-
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole one; newer ones of this trainer, which are of no use, are removed."""
+    """The newest checkpoint in a folder that was not killed while it was written."""
     numbers = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
-    checkpoints = [path for path in numbers if numbers[path].isdecimal() and (path / MARKER).exists()]
+    checkpoints = [path for path in numbers if numbers[path].isdecimal()]
     for path in sorted(checkpoints, key=lambda path: -int(numbers[path])):
-        if is_whole(path):
+        with suppress(OSError, ValueError):
+            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))  # which the base class writes last
             return path
-        shutil.rmtree(path, ignore_errors=True)
     return None
