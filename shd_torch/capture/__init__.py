@@ -4,6 +4,6 @@
 ``outputs.py`` reads what the pass returned, and ``capture.py`` is the way in. Imports ``supervision`` and ``maps``.
 """
 
-from shd_torch.capture.capture import AttentionCall, AttentionCapture, Captured, capture_attention, record_query_key
+from shd_torch.capture.capture import AttentionCall, Captured, capture_attention, record_query_key
 
-__all__ = ["AttentionCall", "AttentionCapture", "Captured", "capture_attention", "record_query_key"]
+__all__ = ["AttentionCall", "Captured", "capture_attention", "record_query_key"]

@@ -12,7 +12,8 @@ no graph at all and PyTorch keeps the second one to itself: that is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -182,7 +183,7 @@ class Captured:
         """One call per layer, in the order that ``layers`` gave: queries, keys and masks, as ``attention_kl`` needs.
 
         Raises:
-            ShdError: ``capture-failed`` where no forward pass has finished since the start or ``clear``.
+            ShdError: ``capture-failed`` where no forward pass has finished.
         """
         rule = "come from a forward pass of the student"
         need(bool(self._kept), "capture-failed", "captured attention", rule, "none, as none was run yet")
@@ -246,12 +247,10 @@ class Captured:
             self._kept[index] = _read_call(raw)
 
 
-class AttentionCapture:
-    """Records a student between ``start`` and ``stop``, or inside a ``with`` block; see ``capture_attention``."""
+class _Recording:
+    """What ``capture_attention`` knows of a student from one forward pass to the next."""
 
-    def __init__(
-        self, student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
-    ) -> None:
+    def __init__(self, student: nn.Module, layers: int | Sequence[int] | None, keep_values: bool) -> None:
         self._expected, self._kept = _read_layers(layers)
         self._taught = layers if isinstance(layers, TaughtLayers) else None
         self._same = SameLayers(student)
@@ -261,51 +260,9 @@ class AttentionCapture:
         )
         self._student = student
         self._keep_values = keep_values
-        self._undo: Callable[[], None] | None = None
         self.captured = Captured(self._kept, () if self._taught is None else self._taught.kinds)
 
-    def start(self) -> Captured:
-        """Record every forward pass from now on; the result fills itself.
-
-        Raises:
-            ShdError: ``capture-failed`` if it was started before and not stopped.
-        """
-        need(self._undo is None, "capture-failed", "a capture", "be stopped before it starts again", "one that runs")
-        self._undo = self._wrap()
-        return self.captured
-
-    def stop(self) -> None:
-        """Leave the student as it was; what was recorded last stays readable. Stopping twice is not an error."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
-
-    def __enter__(self) -> Captured:
-        return self.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def _wrap(self) -> Callable[[], None]:
-        student = self._student
-        # A module compiled in place goes through this attribute and never looks at its forward.
-        name = "_compiled_call_impl" if getattr(student, "_compiled_call_impl", None) is not None else "forward"
-        original, is_own = getattr(student, name), name in vars(student)
-        watched = _WatchedForward(original, self._run)
-        setattr(student, name, watched)  # this instance only, and taken back below
-
-        def undo() -> None:
-            watched.run = None
-            if vars(student).get(name) is not watched:
-                return  # wrapped again by other code, whose wrapper stays; ours now only passes on
-            if is_own:
-                setattr(student, name, original)
-            else:
-                delattr(student, name)
-
-        return undo
-
-    def _run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.captured.clear()
         grad_enabled = torch.is_grad_enabled()
         with record(self._student, values=self._keep_values) as calls:
@@ -357,10 +314,11 @@ def _get_itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+@contextmanager
 def capture_attention(
     student: nn.Module, layers: int | Sequence[int] | None = None, *, keep_values: bool = False
-) -> AttentionCapture:
-    """Record the queries and keys of every forward pass of ``student``, in a ``with`` block or from start to stop.
+) -> Iterator[Captured]:
+    """Record the queries and keys of every forward pass of ``student`` inside a ``with`` block.
 
     The last forward pass wins. Outputs are bit-identical to those without capture; only the padded rows of a
     ``torch.nn.TransformerEncoder``, which its inference-only fast path leaves zero, are computed like all others.
@@ -384,8 +342,7 @@ def capture_attention(
         keep_values: also keep each call's values and output, which a teacher needs.
 
     Returns:
-        The capture: a context manager that yields the ``Captured`` attention, readable inside and after the block;
-        or an object with ``start``, which returns it, and ``stop``.
+        A context manager that yields the ``Captured`` attention, readable inside and after the block.
 
     Raises:
         ShdError: ``argument-value`` for bad ``layers``; from the student's forward pass,
@@ -396,7 +353,21 @@ def capture_attention(
 
     Source: the student's side of Eq. 10.
     """
-    return AttentionCapture(student, layers, keep_values=keep_values)
+    recording = _Recording(student, layers, keep_values)
+    # A module compiled in place goes through this attribute and never looks at its forward.
+    name = "_compiled_call_impl" if getattr(student, "_compiled_call_impl", None) is not None else "forward"
+    original, is_own = getattr(student, name), name in vars(student)
+    watched = _WatchedForward(original, recording.run)
+    setattr(student, name, watched)  # this instance only, and taken back below
+    try:
+        yield recording.captured
+    finally:
+        watched.run = None
+        if vars(student).get(name) is watched:  # else other code wrapped it again, and ours now only passes on
+            if is_own:
+                setattr(student, name, original)
+            else:
+                delattr(student, name)
 
 
 def record_query_key(

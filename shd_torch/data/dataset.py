@@ -19,6 +19,7 @@ from shd_ref.errors import ShdError, need
 from shd_ref.teacher.sources import open_source
 from shd_ref.teacher.sources.text import GROUPS_COLUMN
 from shd_ref.tokens import span_groups
+from shd_torch.checks import check_option
 from shd_torch.supervision.cached import CachedSupervision, pack_records, taught_layers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
@@ -39,25 +40,19 @@ def _refuse_default(batch: Any, **_: Any) -> Any:
 default_collate_fn_map[Pair] = default_collate_fn_map[SampleRecord] = _refuse_default
 
 
-class ReadBatch(list[tuple[Any, SampleRecord]]):
+class ReadBatch(tuple[tuple[Any, SampleRecord], ...]):
     """Samples and records as ``__getitems__`` read them together, with the buffer that holds all codes."""
 
-    def __init__(self, pairs: Iterable[tuple[Any, SampleRecord]], buffer: Tensor, layers: tuple[int, ...]) -> None:
-        super().__init__(pairs)
-        self._read = [record for _, record in self]
-        self._buffer, self._layers = buffer, layers
-
-    def buffer_of(self, layers: Sequence[int]) -> Tensor | None:
-        unchanged = len(self) == len(self._read) and all(a is b for (_, a), b in zip(self, self._read, strict=True))
-        return self._buffer if unchanged and tuple(layers) == tuple(self._layers) else None
+    buffer: Tensor
+    layers: tuple[int, ...]
 
 
 def pack_batch(
     batch: Sequence[tuple[Any, SampleRecord]], manifest: Manifest, layers: Sequence[int]
 ) -> CachedSupervision:
-    """The records of a batch in one buffer: that which they were read into, where it still holds the batch."""
-    buffer = batch.buffer_of(layers) if isinstance(batch, ReadBatch) else None
-    return pack_records([record for _, record in batch], manifest, layers, buffer)
+    """The records of a batch in one buffer, which they may have been read into."""
+    is_read = isinstance(batch, ReadBatch) and batch.layers == tuple(layers)
+    return pack_records([record for _, record in batch], manifest, layers, batch.buffer if is_read else None)
 
 
 def allocate_codes(size: int) -> Tensor:
@@ -89,8 +84,7 @@ class CacheJoin:
         logits: bool,
         hidden: Iterable[int] | None,
     ) -> None:
-        known = skipped in ("error", "drop")
-        need(known, "argument-value", "skipped", "be 'error' or 'drop'", repr(skipped), spec_id="CACHE-51")
+        check_option("skipped", skipped, ("error", "drop"), "CACHE-51")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         manifest = self.cache.manifest
         self.layers = taught_layers(manifest, layers)
@@ -100,10 +94,6 @@ class CacheJoin:
         rule, got = f"be among the teacher's layers {stored} of {self.cache.folder}", list(self.hidden_layers)
         advice, fits = "precompute it with them", set(got) <= set(stored)
         need(fits, "argument-value", "hidden", rule, got, remedy=advice, spec_id="CACHE-81")
-        others = any(form.CHOICE not in ("layers", "logits", "hidden") for form in manifest.forms)  # always read
-        reads = bool(self.layers or self.logits is not None or self.hidden_layers or others)
-        names, rule = "layers, logits and hidden", f"leave something to read of {self.cache.folder}"
-        need(reads, "argument-value", names, rule, "nothing", spec_id="CACHE-160")
         self._model_inputs = model_inputs
         self._drops = skipped == "drop"
 
@@ -214,15 +204,13 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
         record = self._record(key) if self._records is None else self._records[key]
         return Pair((self._seen_sample(index), record))
 
-    def __getitems__(self, indices: Iterable[int]) -> list[tuple[Any, SampleRecord]]:
+    def __getitems__(self, indices: Iterable[int]) -> Sequence[tuple[Any, SampleRecord]]:
         """Several pairs, as a ``DataLoader`` asks for them: their codes are read into one buffer, in its order.
 
         The records are views of it. A collation that is given another list of them copies their codes.
         """
         numbers = list(indices)
-        # Queries and keys are taken apart again; records in memory, or of a subclass's own making, have no buffer.
-        is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
-        if not is_own or self._records is not None or self.cache.manifest.find(Factors) is not None:
+        if self._records is not None or self.cache.manifest.find(Factors) is not None:  # which are taken apart again
             return [self[index] for index in numbers]
         buffers: list[Tensor] = []
 
@@ -237,10 +225,10 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
             hidden=self.hidden_layers,
             allocate=allocate,
         )
-        pairs: list[tuple[Any, SampleRecord]] = [
-            Pair((self._seen_sample(index), record)) for index, record in zip(numbers, records, strict=True)
-        ]
-        return ReadBatch(pairs, buffers[0], self.layers) if buffers else pairs
+        pairs = zip(map(self._seen_sample, numbers), records, strict=True)
+        batch = ReadBatch(map(Pair, pairs))
+        batch.buffer, batch.layers = buffers[0], self.layers
+        return batch
 
     def _seen_sample(self, index: int) -> Any:
         sample = self.sample(index)

@@ -108,14 +108,12 @@ class EmbeddingAgreement:
         index: the same where the student's embedding searches among the teacher's of the other texts, as in an index
             that the teacher made; None where widths differ.
         k: neighbours of each text, fewer where there are no more texts.
-        texts: that were compared.
     """
 
     spearman: float
     neighbours: float
     index: float | None
     k: int
-    texts: int
 
 
 @without_autocast
@@ -148,7 +146,7 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
     if teacher.shape == student.shape:
         first, second = (unit(side.detach().to(torch.float64)) for side in (teacher, student.to(teacher.device)))
         index = float((expected & _nearest(second @ first.T, k)).sum()) / (k * count)
-    return EmbeddingAgreement(spearman, shared, index, k, count)
+    return EmbeddingAgreement(spearman, shared, index, k)
 
 
 def _nearest(cosines: Tensor, k: int) -> Tensor:

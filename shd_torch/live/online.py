@@ -109,8 +109,6 @@ class OnlineTeacher:
         output_projections: Mapping[int, Tensor] | None = None,
         hidden_layers: Iterable[int] = (),
     ) -> None:
-        is_module = isinstance(model, nn.Module)
-        need(is_module, "argument-value", "model", "be a torch.nn.Module", type(model).__name__)
         check_count("num_student_heads", num_student_heads)
         check_strategy(strategy, alpha_rule)
         self.model = model

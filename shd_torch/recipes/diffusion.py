@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shd_ref.errors import ShdError, need
+from shd_ref.errors import ShdError
 from shd_ref.integers import check_integer, check_number
 from shd_torch.checks import check_real, check_shapes, compute_dtype, without_autocast
 from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_weight, join
@@ -44,7 +44,6 @@ def draw_diffusion(seeds: Sequence[int], shape: Sequence[int], *, steps: int = 1
         source = torch.Generator().manual_seed(check_integer("seeds", seed, 0, 2**63 - 1))
         ts.append(torch.randint(steps, (), generator=source))
         noises.append(torch.randn(tuple(shape), generator=source))
-    need(bool(ts), "argument-value", "seeds", "be one integer per sample", "none")
     return DiffusionDraw(torch.stack(ts), torch.stack(noises))
 
 

@@ -187,9 +187,6 @@ def minillm_policy(
         The terms ``policy`` (1) and ``reverse_kl`` (b).
     """
     clip, weight = check_weight("clip", clip), check_weight("reverse_kl_weight", reverse_kl_weight)
-    rule, got = "be of live teachers on sampled text, which no cache has seen", "supervision from a cache"
-    remedy, is_live = "give it to language_kd, on the pre-training batch", shd is None or shd.is_live
-    need(is_live, "argument-value", "shd", rule, got, remedy=remedy)
     rollout = Rollout(**rollout) if isinstance(rollout, Mapping) else rollout
     ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
     advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening, check=check)

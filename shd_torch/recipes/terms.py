@@ -22,7 +22,7 @@ from shd_torch.capture.capture import Captured
 from shd_torch.checks import INTEGERS, REALS, check_dtype, check_real, check_shape, check_shapes, compute_dtype
 from shd_torch.kd import TopkTargets, kd_loss
 from shd_torch.kd.targets import check_logits
-from shd_torch.live.online import OnlineSupervision, layer_kls
+from shd_torch.live.online import layer_kls
 from shd_torch.supervision.supervision import Taught
 
 
@@ -88,12 +88,6 @@ class SHD:
 
     def __post_init__(self) -> None:
         check_weight("beta", self.beta)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether every teacher is live, as opposed to cached."""
-        teachers = self.taught if isinstance(self.taught, Sequence) else [self.taught]
-        return all(isinstance(teacher, OnlineSupervision) for teacher in teachers)
 
     def term(self) -> Term:
         """The sum of ``layer_kls``, in nats before beta."""

@@ -33,8 +33,7 @@ class Coded(Supervision):
     """Merged maps as the bytes of a cache: a byte per entry, or less, until a tile is read (CACHE-125, CACHE-126).
 
     Raises:
-        ShdError: ``argument-shape`` where a sample is longer than ``length``, or the buffer does not hold its codes;
-            ``argument-dtype`` for another buffer than bytes.
+        ShdError: ``argument-shape`` where a sample is longer than ``length``.
     """
 
     PER_SAMPLE: ClassVar[tuple[str, ...]] = ("starts", "lengths", "key_lengths", "counted")
@@ -55,9 +54,6 @@ class Coded(Supervision):
     _parts: tuple[_Part, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.buffer.dtype != torch.uint8 or self.buffer.ndim != 1:
-            message = f"buffer must be uint8 with one axis; got {self.buffer.dtype} {tuple(self.buffer.shape)}"
-            raise ShdError("argument-dtype", message, "CACHE-110")
         check_length(self.lengths, self.length)
         check_length(self.key_lengths or self.lengths, self.shape[3], "num_keys")
         # Views of the buffer, found once: a lazy property would take a lock, which no compiler follows.
@@ -119,10 +115,6 @@ class Coded(Supervision):
             places = zip(self.starts[first:], self.lengths[first:], key_lengths[first:], strict=True)
             count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(places, expected, strict=True)))
             start, end = self.starts[first], self.starts[first] + count * size
-            if start < 0 or end > self.buffer.numel():
-                rule = f"buffer must hold the codes of sample {first + count - 1}, bytes {end - size} to {end}"
-                got = f"{self.buffer.numel()} bytes, and samples from byte {start} on"
-                raise ShdError("argument-shape", f"{rule}; got {got}")
             codes = self.buffer[start:end]
             if self.codec == "float32":
                 codes = codes.view(torch.float32)

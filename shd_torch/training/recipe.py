@@ -72,10 +72,6 @@ class Recipe:
         need(not unknown, "argument-value", f"options of recipe {name}", rule, ", ".join(unknown))
         self.options = options
 
-    def __repr__(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        return f"Recipe({self.name!r}{options})"
-
     def for_student(self, student: Any) -> RecipeTerms:
         """Its terms; labels of a causal language model of Hugging Face are not shifted yet."""
         return RecipeTerms(self, is_causal_model(student) if self.shift is None else self.shift)
@@ -150,8 +146,6 @@ class RecipeTerms:
         rule = f"have {'a' if kind.takes_several else 'one'} teacher that returns logits, cached or live"
         fits = len(targets) == 1 or (kind.takes_several and bool(targets))
         need(fits, "argument-value", name, rule, len(targets))
-        are_whole = not kind.needs_all or all(isinstance(target, Tensor) for target in targets)
-        need(are_whole, "argument-value", name, "have all logits of a teacher", "a part of the classes")
         return [targets] if kind.takes_several else targets
 
     @property

@@ -294,9 +294,6 @@ class HiddenTerm(Term):
         if isinstance(self.projectors, nn.Module):
             return dict.fromkeys(students, self.projectors)
         if self.projectors is not None:
-            unknown = sorted(set(self.projectors) - set(students))
-            rule = f"be by the student numbers of pairs, {students}"
-            need(not unknown, "argument-value", "projectors", rule, unknown)
             return self.projectors
         stored = None if manifest is None else manifest.hidden
         widths = {} if stored is None else {layer.layer: layer.width for layer in stored.layers}
@@ -464,14 +461,10 @@ class Projectors(nn.Module):
 def make_projector(
     projector: nn.Module | None, distance: str, student_width: int | None, teacher_width: int | None
 ) -> nn.Module | None:
-    """Of embeddings: the given module, or a linear layer between different widths; None where neither is needed."""
-    if distance == "similarity":
-        rule = "be left out with distance='similarity', which compares embeddings of any widths"
-        need(projector is None, "argument-value", "projector", rule, type(projector).__name__)
-        return None
-    if projector is not None or student_width is None or teacher_width in (None, student_width):
+    """Of embeddings: the user's module, or a linear layer between different widths that are compared directly."""
+    if projector is not None or distance == "similarity" or student_width is None:
         return projector
-    return nn.Linear(student_width, teacher_width)
+    return None if teacher_width in (None, student_width) else nn.Linear(student_width, teacher_width)
 
 
 def _average_gradient(parameter: Tensor) -> None:

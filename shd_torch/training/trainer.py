@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import Attention, CacheReader, Maps
+from shd_ref.cache import Attention, CacheReader
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_output
@@ -101,9 +101,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     Raises:
         ShdError: ``cache-mismatch`` for a cache that is not for this student; ``argument-value`` without a term, a
-            teacher or supervised data, for a term that these cannot teach, with ``DataParallel``, or where one rank
-            is to read for all; during training what ``layer_kls``, ``kd_loss`` and ``hidden_loss`` raise, and
-            ``inputs-invalid`` for batches that are not padded on the right.
+            teacher or supervised data, for a term that these cannot teach, or with ``DataParallel``; during training
+            what ``layer_kls``, ``kd_loss`` and ``hidden_loss`` raise, and ``inputs-invalid`` for batches that are not
+            padded on the right.
     """
 
     def __init__(
@@ -142,9 +142,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             if self.attention is not None and (self.train_dataset.layers or not self.teachers):
                 self._check_cache(self.train_dataset.cache)
             self._check_rows(self.train_dataset)
-            divides = not self.accelerator.dispatch_batches
-            rule, reason = "leave dispatch_batches off", "every rank reads its own records"
-            need(divides, "argument-value", "accelerator_config", rule, True, remedy=reason)
             self.data_collator = SupervisedCollator(
                 # The base class removes columns from samples alone, not from samples with records.
                 self._get_collator_with_removed_columns(self.data_collator, "training"),
@@ -168,11 +165,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _check_cache(self, cache: CacheReader) -> None:
         """Refuse a cache for another student before the first step, as far as the student's config says."""
-        form = cache.manifest.find(Maps)
-        pooled = None if form is None else form.groups
-        fits = self.attention is None or self.attention.groups is None or pooled is None
-        rule, why = "be left out for a cache whose maps are pooled", "precompute without --groups"
-        need(fits, "argument-value", "groups", rule, pooled, remedy=why, spec_id="CACHE-131")
         config = getattr(self._student, "config", None)
         # Where they differ by layer, the first forward pass counts them.
         heads = None if getattr(config, "layer_sizes", None) else getattr(config, "num_attention_heads", None)

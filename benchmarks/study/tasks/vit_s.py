@@ -127,8 +127,6 @@ class VitS:
         student = self._make_student(options["start"], seed)
         last: dict[str, Any] = {}
         collate = self.joined.collate_with(default_collate)
-        capture = capture_attention(student)
-        captured = capture.start()
 
         def batch(index: Tensor) -> dict[str, Tensor]:
             inputs, supervision = collate([self.joined[int(row)] for row in index])
@@ -137,7 +135,7 @@ class VitS:
 
         def base(output: Any, index: Tensor, _: SHD | None) -> Terms:
             labels = self.labels[index].to(self.device)
-            shd = None if arm.method == ALONE else SHD(captured, last["taught"], beta=options["beta"])
+            shd = None if arm.method == ALONE else SHD(last["captured"], last["taught"], beta=options["beta"])
             if options["base"] == "ce":
                 return cross_entropy(output.logits, labels, shd=shd)
             return image_kd(output.logits, labels, last["taught"].targets(), shd=shd, check=False)
@@ -153,12 +151,10 @@ class VitS:
         rate = settings["rate"] * (1.0 if options["start"] == "random" else settings["start_rate"])
         data = (self.images, self.labels, self.test_images, self.test_labels, self.teacher)
         course = Course(student, len(self.images), batch, base, evaluate, data=data)
-        try:
+        with capture_attention(student) as last["captured"]:
             result = train(
                 course, beta=options["beta"], steps=settings["steps"], batch=settings["batch"], rate=rate, seed=seed
             )
-        finally:
-            capture.stop()
         stored = 0.0 if arm.method == ALONE else self._bytes_a_sample()
         linear = fit_linear(self.images, self.labels, self.test_images, self.test_labels)
         found = {"sample_bytes": stored, "teacher_accuracy": self.teacher_accuracy, "linear_accuracy": linear}

@@ -107,14 +107,13 @@ def test_another_layer_under_the_same_number_is_refused() -> None:
     """A layer that is dropped in each pass, and not the same one: there are as many calls, and others."""
     torch.manual_seed(0)
     model, x = Model("once", "once", "once", order=(0, 1)).eval(), torch.randn(2, 8, WIDTH)
-    capture, teacher = capture_attention(model, TaughtLayers((0, 1), 2)), OnlineTeacher(model, 2, [(0, 0), (1, 1)])
-    captured = capture.start()
-    teacher(x)
-    model(x)
-    model.order = (0, 2)
-    with pytest.raises(ShdError, match=r"layer 1 of Model must be layers\.1 in every forward pass.*got layers\.2"):
+    teacher = OnlineTeacher(model, 2, [(0, 0), (1, 1)])
+    with capture_attention(model, TaughtLayers((0, 1), 2)) as captured:
+        teacher(x)
         model(x)
-    capture.stop()
+        model.order = (0, 2)
+        with refusal("capture-failed", r"layer 1 of Model must be layers\.1 in every forward pass.*got layers\.2"):
+            model(x)
     assert captured.num_calls == 0
     with pytest.raises(ShdError, match=r"got layers\.2"):
         teacher(x)

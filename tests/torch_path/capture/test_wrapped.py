@@ -145,18 +145,13 @@ def test_adapters_learn_from_attention(checkpointed: bool) -> None:
     assert all(gradient.abs().sum() > 0 for gradient in found.values())
 
 
-def test_start_and_stop() -> None:
+def test_a_student_that_is_wrapped_during_a_capture_keeps_its_wrapper() -> None:
     torch.manual_seed(0)
     model, images = PlainViT(), torch.randn(2, 3, 16, 16)
-    capture = capture_attention(model)
-    captured = capture.start()
-    with refusal("capture-failed", "must be stopped"):
-        capture.start()
-    model(images)
-    wrapped = model.forward
-    model.forward = lambda images: wrapped(images)  # somebody else, later
-    capture.stop()
-    capture.stop()
+    with capture_attention(model) as captured:
+        model(images)
+        wrapped = model.forward
+        model.forward = lambda images: wrapped(images)
     first = captured.calls[0].query
     model(images)
     assert captured.calls[0].query is first  # our wrapper only passes on
@@ -172,21 +167,19 @@ def test_a_copy_of_a_captured_student_is_its_own(way: str, own_forward: bool) ->
     if own_forward:
         model.forward = model.forward  # an attribute of the instance, as some libraries leave one
     expected = model(images)
-    capture = capture_attention(model, 2)
-    captured = capture.start()
-    if way == "pickled":
-        copied = pickle.loads(pickle.dumps(model))
-    else:
-        copied = copy.deepcopy(nn.Sequential(model))[0] if "parent" in way else copy.deepcopy(model)
-    model(images)
-    query = captured.calls[0].query
-    assert torch.equal(copied(images), expected)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.zero_()
-    assert not copied(images).any()
-    assert captured.calls[0].query is query
-    capture.stop()
+    with capture_attention(model, 2) as captured:
+        if way == "pickled":
+            copied = pickle.loads(pickle.dumps(model))
+        else:
+            copied = copy.deepcopy(nn.Sequential(model))[0] if "parent" in way else copy.deepcopy(model)
+        model(images)
+        query = captured.calls[0].query
+        assert torch.equal(copied(images), expected)
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        assert not copied(images).any()
+        assert captured.calls[0].query is query
     assert not copied(images).any()
     assert torch.equal(model(images), expected)
     with capture_attention(copied, 2) as captured:

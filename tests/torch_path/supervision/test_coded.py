@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from support.makers import job
 from support.refusals import refusal
-from torch import Tensor
 
 from shd_ref.cache import CODECS, decode, encode, pack, packed_size
 from shd_torch import attention_kl
@@ -128,18 +127,3 @@ def test_mass_is_found_by_tiles(request: pytest.FixtureRequest, support: str, co
     assert torch.equal(coded.mass(), whole)
     assert torch.equal(whole != 0, (coded.probs() != 0).any(-1))
     assert 0 < (whole != 0).sum() < whole.numel()
-
-
-@pytest.mark.parametrize(
-    ("buffer", "starts", "code", "part"),
-    [
-        (torch.zeros(127, dtype=torch.uint8), (0,), "argument-shape", "sample 0, bytes 0 to 128; got 127"),
-        (torch.zeros(256, dtype=torch.uint8), (-1,), "argument-shape", "from byte -1"),
-        (torch.zeros(128), (0,), "argument-dtype", "buffer must be uint8"),
-    ],
-)
-def test_a_buffer_that_does_not_hold_the_codes_is_refused(
-    buffer: Tensor, starts: tuple[int, ...], code: str, part: str
-) -> None:
-    with refusal(code, part):
-        Coded(buffer, starts, (8,), 2, "sqrt8-row", "full", 8)

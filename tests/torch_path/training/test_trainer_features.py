@@ -196,9 +196,6 @@ def test_what_a_stream_cannot_do_is_refused(trainer_cache: Path, tmp_path: Path)
     for evaluate in (trainer.evaluate, lambda: trainer.predict(stream)):
         with refusal("argument-value", "got a SupervisedStream"):
             evaluate()
-    dispatched = {"accelerator_config": {"dispatch_batches": True}}
-    with refusal("argument-value", "must leave dispatch_batches off"):
-        make_trainer(tmp_path, train=stream, beta=0.5, arguments=dispatched)
 
 
 def without_labels(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
