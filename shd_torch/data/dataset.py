@@ -210,7 +210,9 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
         The records are views of it. A collation that is given another list of them copies their codes.
         """
         numbers = list(indices)
-        if self._records is not None or self.cache.manifest.find(Factors) is not None:  # which are taken apart again
+        # Queries and keys are taken apart again; records in memory, or of a subclass's own making, have no buffer.
+        is_own = type(self).__getitem__ is SupervisedDataset.__getitem__
+        if not is_own or self._records is not None or self.cache.manifest.find(Factors) is not None:
             return [self[index] for index in numbers]
         buffers: list[Tensor] = []
 
