@@ -79,29 +79,11 @@ def test_sdpa_arguments(case: str, dtype: torch.dtype) -> None:
         assert torch.equal(torch.isneginf(captured.logits[0]), ~mask.expand(2, 4, 7, keys))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_multihead_attention(need_weights: bool, training: bool) -> None:
-    torch.manual_seed(0)
-    attention = nn.MultiheadAttention(32, NUM_HEADS, batch_first=True).train(training)
-    hidden = torch.randn(2, 7, 32)
-    mask = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    arguments = {"attn_mask": mask, "need_weights": need_weights, "average_attn_weights": False}
-    with torch.set_grad_enabled(training):
-        expected = attention(hidden, hidden, hidden, **arguments)
-        with capture_attention(attention, 1) as captured:
-            watched = attention(hidden, hidden, hidden, **arguments)
-    torch.testing.assert_close(watched[0], expected[0], atol=0.0 if training else 1e-6, rtol=0.0)
-    weights = attention(hidden, hidden, hidden, **arguments | {"need_weights": True})[1]
-    torch.testing.assert_close(captured.probs[0], weights)
-    assert torch.isneginf(captured.logits[0][..., mask]).all()
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("training", "padded", "context"), [(True, False, torch.enable_grad), (False, True, torch.inference_mode)]
+)
 def test_transformer_encoder_keeps_its_outputs(training: bool, padded: bool, context: Any) -> None:
     """Its fast path is off during a capture; it left padded rows zero."""
     torch.manual_seed(0)

@@ -36,8 +36,7 @@ def make_ids() -> dict[str, Tensor]:
     return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
 
 
-@pytest.mark.parametrize("layers", [None, (2, 4, 6)])
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize(("name", "layers"), [("Bart", None), ("M2M100", (2, 4, 6)), ("T5", (2, 4, 6))])
 def test_encoder_decoders_are_numbered_from_their_encoder(name: str, layers: tuple[int, ...] | None) -> None:
     model = make_seq2seq(name, SEEN[name])
     with capture_attention(model, layers) as captured:
@@ -48,8 +47,7 @@ def test_encoder_decoders_are_numbered_from_their_encoder(name: str, layers: tup
         torch.testing.assert_close(probs, own, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layers", [None, (0, 2)])
-@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize(("name", "layers"), [("BigBirdPegasus", None), ("PegasusX", (0, 2))])
 def test_an_encoder_that_cannot_be_seen_is_said_so(name: str, layers: tuple[int, ...] | None) -> None:
     model, inputs = make_seq2seq(name, UNSEEN[name]), make_ids()
     with pytest.raises(ShdError, match=r"encoder\.layers\.0.*layers=6") as error, capture_attention(model, layers):
@@ -137,9 +135,8 @@ def attend_with_sinks(
     return (probs @ value).transpose(1, 2), None
 
 
-@pytest.mark.parametrize("implementation", ["own", "sdpa", "eager"])
-@pytest.mark.parametrize("argument", ["sinks", "attention_sinks", "learnable_sink"])
-def test_tensors_of_unknown_meaning_are_refused(argument: str, implementation: str) -> None:
+@pytest.mark.parametrize("implementation", ["own", "sdpa"])
+def test_tensors_of_unknown_meaning_are_refused(implementation: str) -> None:
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=32, num_attention_heads=4, intermediate_size=48, num_hidden_layers=2
     )
@@ -152,5 +149,5 @@ def test_tensors_of_unknown_meaning_are_refused(argument: str, implementation: s
             model(ids)
         assert len(captured.calls) == 2
         for given in (sinks, [sinks]) if implementation != "own" else (sinks,):
-            with refusal("capture-failed", f"got '{argument}'"), capture_attention(model):
-                model(ids, **{argument: given})
+            with refusal("capture-failed", "got 'attention_sinks'"), capture_attention(model):
+                model(ids, attention_sinks=given)

@@ -4,16 +4,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.binding.store_loader import read_store
-from support.makers import job, key_of, length_of, probs_of, write_cache
+from support.makers import job, key_of, length_of, write_cache
 from support.refusals import refusal
 from support.started_processes import SERVER
 from torch.utils.data import DataLoader
 
-from shd_ref.cache import CODECS, CacheReader, SampleInputs, dataset_fingerprint
+from shd_ref.cache import CacheReader, SampleInputs, dataset_fingerprint
 from shd_torch import ShdError, SupervisedDataset, SupervisedStream
 from shd_torch.data import check_cache
 
@@ -29,45 +28,6 @@ class TokenData(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": torch.arange(index + self.shift, index + self.shift + length_of(index)), "number": index}
-
-
-@pytest.fixture(params=["full", "causal"])
-def support(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_decodes_as_the_reference(tmp_path: Path, codec: str, support: str) -> None:
-    manifest = job(NUM_SAMPLES, codec=codec, support=support)
-    reader = CacheReader(write_cache(tmp_path, manifest))
-    joined = SupervisedDataset(TokenData(), reader)
-    batch = [joined[index] for index in (3, 0, 7, 3)]
-    assert [record.index for _, record in batch] == [3, 0, 7, 3]
-    collate = lambda pairs: (None, joined.collate(_alone(pairs))[1])  # noqa: E731
-    _, supervision = next(iter(DataLoader(joined, batch_size=4, sampler=[3, 0, 7, 3], collate_fn=collate)))
-    longest = max(map(length_of, (3, 0, 7)))
-    for size in (longest, longest + 3):
-        layers = supervision.decode(size)
-        assert [tuple(maps.shape) for maps in layers] == [(4, 2, size, size)] * 2
-        assert supervision.query_mask(size).sum(1).tolist() == [length_of(i) for i in (3, 0, 7, 3)]
-        for layer, maps in zip(manifest.attention.student_layers, layers, strict=True):
-            for number, index in enumerate((3, 0, 7, 3)):
-                n = length_of(index)
-                expected = reader.decode(reader.read(key_of(index)), layer)
-                np.testing.assert_allclose(maps[number, :, :n, :n].numpy(), expected, rtol=1e-6, atol=1e-9)
-                assert not maps[number, :, n:].any()
-                assert not maps[number, :, :, n:].any()
-                if codec == "float32":
-                    np.testing.assert_array_equal(expected, probs_of(manifest, index, layer))
-    assert supervision.buffer.dtype == torch.uint8
-    assert supervision.buffer.ndim == 1
-    with pytest.raises(ShdError, match="at least the longest"):
-        supervision.decode(longest - 1)
-
-
-def _alone(batch: list[Any]) -> list[Any]:
-    """Only what has one shape goes through the default collation."""
-    return [(sample["number"], record) for sample, record in batch]
 
 
 @pytest.mark.slow

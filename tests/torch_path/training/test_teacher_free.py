@@ -72,7 +72,7 @@ def assert_same_run(one: Any, other: Any, rel: float = 1e-3) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["float16", "factored"])
 def test_a_cache_teaches_as_the_live_teacher_does(form: str, cached: Callable[..., Path], tmp_path: Path) -> None:
     options, kept = FORMS[form]
     joined = SupervisedDataset(make_samples(), cached(**options))
