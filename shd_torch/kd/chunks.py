@@ -82,6 +82,8 @@ class KdOptions:
         check_option("divergence", self.divergence, DIVERGENCES)
         check_option("reduction", self.reduction, REDUCTIONS)
         object.__setattr__(self, "mixing", check_number("mixing", self.mixing, least=0, most=1))
+        is_flag = isinstance(self.t_squared, bool)
+        need(is_flag, "argument-value", "t_squared", "be True or False", repr(self.t_squared))
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,9 @@ def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, 
         return
     counted = torch.ones_like(record.log_tail, dtype=torch.bool) if loss_mask is None else loss_mask
     counted = counted.to(record.ids.device)
+    ids = record.ids[counted].long().sort(-1).values
+    differ = not bool((ids[:, 1:] == ids[:, :-1]).any())
+    need(differ, "argument-value", "ids", "differ within a row that counts", "one twice")
     tolerance = row_sum_tolerance(str(record.log_probs.dtype).removeprefix("torch."))
     tails = record.log_tail[counted].double()
     sums = record.log_probs[counted].double().exp().sum(-1) + tails.exp()
@@ -261,8 +266,10 @@ def _check_topk(record: TopkTargets, divergence: str, loss_mask: Tensor | None, 
     if bool(wrong.any()):
         rule = f"exp(log_probs) and exp(log_tail) must sum to 1 within {tolerance:g} in rows that count"
         raise ShdError("not-a-distribution", f"{rule}; got {float(sums[wrong][0]):.6g}")
-    is_cut = record.ids.shape[-1] < record.vocab_size
-    if is_cut and divergence == "reverse_kl" and bool(torch.isneginf(tails).any()):
+    has_all = record.ids.shape[-1] == record.vocab_size
+    if has_all and not bool(torch.isneginf(tails).all()):
+        raise ShdError("not-a-distribution", "log_tail must be -inf where no class is left for it")
+    if not has_all and divergence == "reverse_kl" and bool(torch.isneginf(tails).any()):
         rule = "log_tail must be finite in rows that count, for reverse_kl is infinite where the teacher has nothing"
         message = f"{rule} outside of its k classes; got -inf: use jsd, or targets with a tail"
         raise ShdError("support-mismatch", message)

@@ -51,6 +51,7 @@ def mean_logits(logits: Sequence[Tensor], *, check: bool = True) -> Tensor:
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
     """
+    need(len(logits) > 0, "argument-value", "logits", "hold at least one teacher", "none")
     for number, teacher in enumerate(logits):
         check_logits(teacher, f"logits[{number}]", check=check)
     alike = all(teacher.shape == logits[0].shape for teacher in logits)
