@@ -54,7 +54,6 @@ class ExportReport:
         num_softmax: how many ``Softmax`` nodes it holds: of a teacher at least one per attention layer.
         num_fused: how many ``Attention`` nodes it holds: of a student one per attention layer, or none. Each is
             called through a function of the model, so that ``onnxruntime.quantization.quantize_dynamic`` keeps it.
-        checked_shapes: the input shapes it was compared with the model at; empty where onnxruntime is missing.
         max_difference: largest absolute difference of the output; None where onnxruntime is missing.
         tolerance: what was allowed: the published tolerance of the dtype times ``max(1, largest output)``.
     """
@@ -66,7 +65,6 @@ class ExportReport:
     opset: int
     num_softmax: int
     num_fused: int
-    checked_shapes: tuple[dict[str, tuple[int, ...]], ...]
     max_difference: float | None
     tolerance: float | None
 
@@ -195,7 +193,6 @@ def _export(
         opset=opset,
         num_softmax=sum(node.op_type == "Softmax" for node in program.model.graph.all_nodes()),
         num_fused=num_fused,
-        checked_shapes=() if max_difference is None else tuple(_shapes(sample) for sample in samples),
         max_difference=max_difference,
         tolerance=tolerance,
     )

@@ -267,30 +267,22 @@ def check_cache(
 ) -> None:
     """Refuse a cache that was made for another student, before the first step.
 
-    It must make as many attention calls as the cache was made for, or, where explicit pairs left that open, more than
-    the last layer that is taught; a cache of queries and keys serves any temperature of the loss.
+    It must make as many attention calls as the cache was made for, unless explicit pairs left that open; a cache of
+    queries and keys serves any temperature of the loss.
 
     Raises:
         ShdError: ``cache-mismatch`` naming what differs.
     """
     form = cache.manifest.attention
-    bound = form.bound_temperature
-    for name, own, stored in (
-        ("num_student_heads", num_student_heads, form.num_student_heads),
-        ("temperature", None if temperature is None or bound is None else float(temperature), bound),
+    advice = f"--student-layers {num_student_layers}, or with --layer-pairs where some are not to be taught"
+    for name, of_student, of_cache, remedy in (
+        ("num_student_heads", num_student_heads, form.num_student_heads, "precompute one for this student"),
+        ("num_student_layers", num_student_layers, form.num_student_layers, f"precompute with {advice}"),
+        ("temperature", temperature, form.bound_temperature, "precompute one for this student"),
     ):
-        rule, remedy = f"be {stored!r}, as {cache.folder} was made", "precompute one for this student"
-        need(own is None or own == stored, "cache-mismatch", name, rule, repr(own), remedy=remedy)
-    if num_student_layers is None:
-        return
-    last, expected = max(form.student_layers), form.num_student_layers
-    rule = f"above {last}, the last student layer of {cache.folder}"
-    if expected is not None:
-        rule = f"{expected}, as {cache.folder} was made for"
-    if num_student_layers != expected if expected is not None else num_student_layers <= last:
-        advice = f"--student-layers {num_student_layers}, or with --layer-pairs where some are not to be taught"
-        message = f"num_student_layers must be {rule}; got {num_student_layers}: precompute with {advice}"
-        raise ShdError("cache-mismatch", message, "CACHE-104")
+        fits = None in (of_student, of_cache) or of_student == of_cache
+        rule = f"be {of_cache!r}, as {cache.folder} was made for"
+        need(fits, "cache-mismatch", name, rule, repr(of_student), remedy=remedy, spec_id="CACHE-104")
 
 
 def read_texts(

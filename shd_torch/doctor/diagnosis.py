@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -358,23 +358,21 @@ def diagnose(
     differences = sorted(
         [*tokens, *compare_parts(parts, student_parts)], key=lambda difference: EFFECTS.index(difference.effect)
     )
-    diagnosis = Diagnosis(
-        Verdict("", "", ""), parts, student_parts, tuple(differences), learner.has_weights, learner.is_squeezed
-    )
+    tried: dict[str, Any] = {}
     pooling = find_pooling(folder)
     if data is not None and not any(difference.effect == BLOCKS for difference in differences):
-        mode = None if pooling is None else pooling.mode
-        diagnosis = replace(
-            diagnosis, **_try(diagnosis, model, learner, _read(data, parts, student_parts), mode, options, progress)
-        )
+        batch = _read(data, parts, student_parts)
+        pair = Pair(model, parts, learner, student_parts, None if pooling is None else pooling.mode)
+        tried = _try(pair, differences, batch, options, progress)
+    squeezed = learner.is_squeezed
     verdict = judge(
         differences,
-        diagnosis.probe,
-        is_squeezed=diagnosis.is_squeezed,
+        tried.get("probe"),
+        is_squeezed=squeezed,
         is_sentence_encoder=pooling is not None,
-        failure=diagnosis.failure,
+        failure=tried.get("failure"),
     )
-    return replace(diagnosis, verdict=verdict)
+    return Diagnosis(verdict, parts, student_parts, tuple(differences), learner.has_weights, squeezed, **tried)
 
 
 def judge(
@@ -417,9 +415,8 @@ def _of_probe(probe: Probe) -> tuple[str, str]:
 def _read(data: Arrays, teacher: Parts, student: Parts) -> dict[str, Tensor]:
     """All samples as a batch, with masks; texts without a next token, other tokens and other classes are refused."""
     arrays = dict(data)
-    for tokens, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
-        if tokens in arrays and mask not in arrays:
-            arrays[mask] = (arrays[tokens] >= 0).astype("int64")
+    if "input_ids" in arrays and "attention_mask" not in arrays:
+        arrays["attention_mask"] = (arrays["input_ids"] >= 0).astype("int64")
     batch = {name: torch.as_tensor(array) for name, array in arrays.items()}
     batch = {name: array.float() if array.is_floating_point() else array.long() for name, array in batch.items()}
     ids, labels = batch.get("input_ids"), batch.get("labels")
@@ -440,35 +437,42 @@ def _read(data: Arrays, teacher: Parts, student: Parts) -> dict[str, Tensor]:
     return batch
 
 
+class Pair(NamedTuple):
+    """What is run together."""
+
+    model: Any  # the teacher
+    teacher: Parts
+    learner: Student
+    student: Parts
+    pooling: str | None  # of a sentence encoder
+
+
 def _try(
-    diagnosis: Diagnosis,
-    model: Any,
-    student: Student,
+    pair: Pair,
+    differences: Sequence[Difference],
     batch: dict[str, Tensor],
-    pooling: str | None,
     options: DiagnosisOptions,
     progress: Progress,
 ) -> dict[str, Any]:
-    for difference in diagnosis.differences:
+    """The base loss, the range of beta and the probe; or why there are none."""
+    for difference in differences:
         if difference.part in ("patches", "tokenizer") and difference.effect == HURTS:
             return {"untried": f"the student makes other tokens: {difference.remedy}"}
-    tokens, size = batch.get("input_ids"), diagnosis.student.vocabulary
+    tokens, size = batch.get("input_ids"), pair.student.vocabulary
     if tokens is not None and size is not None and int(tokens.max()) >= size:
         problem = f"the data has token {int(tokens.max())}, and the student a vocabulary of {size}"
         return {"failure": f"{problem}: give it the teacher's tokenizer and vocabulary"}
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(pair.model.config, "is_encoder_decoder", False):
         return {"untried": "an encoder-decoder is not trained here; examples/encoder_decoder.py trains one"}
-    if diagnosis.teacher.patches is not None and diagnosis.teacher.specials != diagnosis.student.specials:
-        extra = (
-            f"{diagnosis.teacher.specials} extra tokens besides the patches, the student {diagnosis.student.specials}"
-        )
+    if pair.teacher.patches is not None and pair.teacher.specials != pair.student.specials:
+        extra = f"{pair.teacher.specials} extra tokens besides the patches, the student {pair.student.specials}"
         remedy = "give it the same, or cut the merged maps with shd_torch.maps.align_tokens in your own training"
         return {"untried": f"the teacher has {extra}: {remedy}"}
-    start, few = student.make(0), {name: array[:2] for name, array in batch.items()}
-    live, problems = _run_together(diagnosis, model, student, start, few)
+    start, few = pair.learner.make(0), {name: array[:2] for name, array in batch.items()}
+    live, problems = _run_together(pair, start, few)
     if live is None:
         return problems
-    objective = choose_objective(start, model, few, pooling)
+    objective = choose_objective(start, pair.model, few, pair.pooling)
     if objective is None:
         return {
             "untried": "the student has no head, and its last hidden states are not of the teacher's width, so that "
@@ -480,28 +484,26 @@ def _try(
     probe = None
     if options.probe:
         tried = beta.middle if options.beta is None else options.beta
-        probe = trial.probe(student.make, tried, lambda done, total: progress(done, total, "steps of the probe"))
+        probe = trial.probe(pair.learner.make, tried, lambda done, total: progress(done, total, "steps of the probe"))
     return {"objective": objective, "beta": beta, "probe": probe}
 
 
-def _run_together(
-    diagnosis: Diagnosis, model: Any, student: Student, start: Any, batch: Mapping[str, Tensor]
-) -> tuple[OnlineTeacher | None, dict[str, Any]]:
+def _run_together(pair: Pair, start: Any, batch: Mapping[str, Tensor]) -> tuple[OnlineTeacher | None, dict[str, Any]]:
     """The live teacher, squeezed as the student was, after both ran on a batch; None and why, if they did not.
 
     A teacher whose attention cannot be read as it runs may still teach from a cache, if its graph can be read.
     """
     inputs, taught, problem = inputs_of(batch), None, None
     try:
-        if student.is_squeezed:
-            live = OnlineTeacher.for_student(model, student.folder)
+        if pair.learner.is_squeezed:
+            live = OnlineTeacher.for_student(pair.model, pair.learner.folder)
         else:
-            pairs = layer_map(diagnosis.teacher.layers, min(diagnosis.student.layers, diagnosis.teacher.layers))
-            live = OnlineTeacher(model, diagnosis.student.heads, pairs)
+            layers = layer_map(pair.teacher.layers, min(pair.student.layers, pair.teacher.layers))
+            live = OnlineTeacher(pair.model, pair.student.heads, layers)
         taught = live(**inputs)
     except Exception as error:  # of the model's own code too, on data that it does not take
         problem = f"the teacher {_say_error(error)}"
-        if not isinstance(error, ShdError) or student.is_squeezed:
+        if not isinstance(error, ShdError) or pair.learner.is_squeezed:
             return None, {"failure": problem}
     try:
         with torch.no_grad(), capture_attention(start, layers=None if taught is None else taught.layers) as captured:

@@ -164,14 +164,13 @@ def _divisor(counts: Tensor, segments: Tensor | None, reduction: str) -> Tensor 
 
 
 class Span(NamedTuple):
-    """Some positions: means over samples, and half of the 95% intervals of the mean and of the paired gap."""
+    """Some positions: means over samples, and half of the 95% interval of the mean that is kept."""
 
     first: int
     last: int
     kept: float
     best: float
     kept_interval: float
-    gap_interval: float  # of best - kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +197,7 @@ class KeptMass:
             kept, best = (part[:, first:stop].nanmean(1) for part in (self.kept, self.best))
             kept, best = kept[~kept.isnan()], best[~best.isnan()]
             means = float(kept.mean()), float(best.mean())
-            spans.append(Span(first, stop - 1, *means, _half_width(kept), _half_width(best - kept)))
+            spans.append(Span(first, stop - 1, *means, _half_width(kept)))
         return spans
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 from shd_ref.cache import Manifest, Maps, SampleRecord
 from shd_ref.errors import ShdError, need
-from shd_ref.integers import check_number
 from shd_torch.capture.capture import Captured
 from shd_torch.data.dataset import SupervisedDataset, pack_batch
 from shd_torch.data.stream import SupervisedStream
@@ -242,26 +241,13 @@ def batch_share(num_rows: int | Tensor, *, num_rows_in_all: int | Tensor | None 
         ``()`` float32, on the device of ``num_rows`` if that is a tensor; ranks x rows here / rows in all, 0 where no
         row counts anywhere. Every rank must call this as often as the others.
 
-    Raises:
-        ShdError: ``argument-value``; on an accelerator values are not validated, to avoid a device sync.
-
     Source: silent, as it trains in one process. Decision: D-10, a mean over the rows of the whole batch.
     """
-    rows = _read_number("num_rows", num_rows, 0.0)
-    all_rows = rows if num_rows_in_all is None else _read_number("num_rows_in_all", num_rows_in_all, rows).to(rows)
+    rows = torch.as_tensor(num_rows, dtype=torch.float64)
+    all_rows = rows if num_rows_in_all is None else torch.as_tensor(num_rows_in_all).to(rows)
     ranks = 1
     if dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()
         all_rows = all_rows.clone()
         dist.all_reduce(all_rows)
     return torch.where(all_rows == 0, 0.0, ranks * rows / all_rows).to(torch.float32)
-
-
-def _read_number(name: str, value: object, least: float | Tensor) -> Tensor:
-    if not isinstance(value, Tensor):
-        return torch.tensor(check_number(name, value, least=float(least)), dtype=torch.float64)
-    is_number = not (value.ndim or value.dtype == torch.bool or value.is_complex())
-    need(is_number, "argument-value", name, "be one number", repr(value))
-    if value.is_cpu:
-        check_number(name, value.item(), least=float(least))
-    return value.detach().to(torch.float64)

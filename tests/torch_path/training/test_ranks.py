@@ -1,13 +1,11 @@
 """Two ranks, or many micro-batches, train as one process does on the whole batch."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.binding.ranks import SAMPLES, WAYS, accumulate, make_student, run_rank
-from support.refusals import refusal
 from support.started_processes import run_ranks
 
 from shd_torch import batch_share
@@ -54,18 +52,3 @@ def test_shares() -> None:
     assert batch_share(torch.tensor(3), num_rows_in_all=12) == 0.25
     assert batch_share(0) == 0.0
     assert batch_share(np.int64(3), num_rows_in_all=np.float32(12)) == 0.25
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_rows": -1}, "num_rows must be a finite number of at least 0; got -1"),
-        ({"num_rows": "a"}, "num_rows must be .*; got 'a'"),
-        ({"num_rows": torch.tensor(float("inf"))}, "num_rows must be .*; got inf"),
-        ({"num_rows": torch.ones(2)}, "num_rows must be"),
-        ({"num_rows": 3, "num_rows_in_all": 2}, "num_rows_in_all must be a finite number of at least 3; got 2"),
-    ],
-)
-def test_shares_of_no_number_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with refusal("argument-value", message):
-        batch_share(**arguments)
