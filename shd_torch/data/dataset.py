@@ -51,8 +51,8 @@ def pack_batch(
     batch: Sequence[tuple[Any, SampleRecord]], manifest: Manifest, layers: Sequence[int]
 ) -> CachedSupervision:
     """The records of a batch in one buffer, which they may have been read into."""
-    is_read = isinstance(batch, ReadBatch) and batch.layers == tuple(layers)
-    return pack_records([record for _, record in batch], manifest, layers, batch.buffer if is_read else None)
+    buffer = batch.buffer if isinstance(batch, ReadBatch) and batch.layers == tuple(layers) else None
+    return pack_records([record for _, record in batch], manifest, layers, buffer)
 
 
 def allocate_codes(size: int) -> Tensor:

@@ -419,14 +419,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in the base class, with the projectors as a parameter group that clipping ignores."""
-        is_given = self.optimizer is not None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         parameters = [parameter for parameter in self.projectors.parameters() if parameter.requires_grad]
         absent = [parameter for parameter in parameters if parameter not in optimized]
-        rule, got = "hold the parameters of the terms' projectors too", f"an optimizer without {len(absent)} of them"
-        advice = "make the modules, and give them to both"
-        need(not (absent and is_given), "argument-value", "optimizers", rule, got, remedy=advice)
         if absent:
             optimizer.add_param_group({"params": absent, "weight_decay": self.args.weight_decay})
         return optimizer

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -52,15 +51,6 @@ def test_every_public_name_is_there() -> None:
 def test_a_star_import_needs_no_transformers() -> None:
     before = "import sys, torch; sys.modules['transformers'] = None"
     assert "shd_torch.kl.backends" in modules_loaded_by("from shd_torch import *", before)
-
-
-def test_rooms_are_there_without_an_import_of_each() -> None:
-    rooms = {path.name.removesuffix(".py") for path in Path(shd_torch.__file__).parent.glob("[a-z]*")}
-    inner = {"checks", "cli", "commands", "kernels", "py.typed"}
-    inner.add("shrink_command")
-    code = f"import shd_torch\nfor name in {sorted(rooms - inner)}: getattr(shd_torch, name)"
-    assert {f"shd_torch.{name}" for name in rooms - inner} <= modules_loaded_by(code)
-    assert rooms - inner <= set(dir(shd_torch))
 
 
 def test_maps_has_the_names_of_the_reference() -> None:

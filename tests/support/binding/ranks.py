@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shd_torch import attention_kl, batch_share, capture_attention
+from shd_torch.recipes import minillm_advantages
 from support.binding.stories import Stories
 
 if not dist.is_available() or not dist.is_gloo_available():
@@ -19,6 +20,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 SAMPLES, LENGTH, HEADS, LAYERS = 4, 9, 2, 2
 WAYS = ("ddp", "ddp-accumulated", "fsdp2")
 LENGTHS = (9, 4, 6, 2)  # the ranks hold different numbers of rows
+WHITENINGS = ("biased", "unbiased", "none")
 
 
 @contextmanager
@@ -79,12 +81,23 @@ def accumulate(model: nn.Module, parts: list[list[int]], *, ranks: int, synchron
 
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:
-    """One SGD step in each of ``WAYS``; rank 0 writes the parameters of each."""
+    """One SGD step in each of ``WAYS``, of which rank 0 writes the parameters; and MiniLLM's advantages."""
     with process_group(rank, ranks, folder):
+        texts = slice(0, 4) if rank == 0 else slice(4, 6)
+        rewards, mask = (whole[texts] for whole in make_rewards())
+        advantages = {name: minillm_advantages(rewards, mask, whitening=name) for name in WHITENINGS}
+        torch.save(advantages, Path(folder) / f"advantages-{rank}.pt")
         for way in WAYS:
             state = train(rank, ranks, way)
             if rank == 0:
                 torch.save(state, Path(folder) / f"{way}.pt")
+
+
+def make_rewards() -> tuple[Tensor, Tensor]:
+    """Rewards of six texts, and which of their rows count."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(5) < torch.tensor([5, 3, 1, 4, 5, 2])[:, None]
+    return torch.randn(6, 5, generator=generator, dtype=torch.float64) * mask, mask
 
 
 def train(rank: int, ranks: int, way: str) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ class TokenData(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_loader_reads_an_object_store_in_worker_processes(bucket: str, start: str) -> None:
     address = write_cache(f"{bucket}/cache", job(NUM_SAMPLES))
     process = SERVER.Process(target=read_store, args=(str(address), start, dict(os.environ)))

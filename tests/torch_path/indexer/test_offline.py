@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.exported_models import trace
 from support.shrink.models import WIDTH, make_data, make_teacher
 from torch import Tensor, nn
 
 from shd_ref.teacher import PrecomputeOptions
 from shd_ref.teacher.precompute.engine import precompute
-from shd_torch import SupervisedDataset, capture_attention, export_teacher, indexer_kl
+from shd_torch import SupervisedDataset, capture_attention, indexer_kl
 from shd_torch.supervision import Factored
 
 SAMPLES, LENGTH = 24, 9
@@ -34,7 +35,7 @@ def test_a_scorer_learns_from_a_cache_of_queries_and_keys(tmp_path: Path) -> Non
     """Padded samples and grouped keys; dense at first, then on the scorer's own top-3."""
     teacher = make_teacher("llama", layers=2).float()
     data = make_data("llama", samples=SAMPLES, length=LENGTH)
-    export_teacher(teacher, {name: tensor[:2] for name, tensor in data.items()}, tmp_path / "teacher.onnx")
+    trace(teacher, {name: tensor[:2] for name, tensor in data.items()}, tmp_path / "teacher.onnx")
     arrays = {name: tensor.numpy() for name, tensor in data.items()}
     options = PrecomputeOptions(num_student_heads=1, form="factored", factored_codec="float16", hidden=(0, 1))
     precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", options)
@@ -63,12 +64,12 @@ def test_a_scorer_learns_from_a_cache_of_queries_and_keys(tmp_path: Path) -> Non
         assert cached.item() == pytest.approx(loss_of(batch, live, live_states, top_k).item(), rel=0.02)
     optimizer = torch.optim.Adam(scorers.parameters(), lr=2e-2)
     losses: list[float] = []
-    for step in range(60):
+    for step in range(30):
         rows = np.random.default_rng(step).choice(SAMPLES, 8, replace=False)
         batch, taught = joined.collate([joined[int(row)] for row in rows])
-        loss = loss_of(batch, taught.supervise(LENGTH), taught.hidden_states(LENGTH), None if step < 30 else 3)
+        loss = loss_of(batch, taught.supervise(LENGTH), taught.hidden_states(LENGTH), None if step < 25 else 3)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert np.mean(losses[20:30]) < 0.7 * losses[0]
+    assert np.mean(losses[20:25]) < 0.75 * losses[0]

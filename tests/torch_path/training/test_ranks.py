@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.binding.ranks import SAMPLES, WAYS, accumulate, make_student, run_rank
+from support.binding.ranks import SAMPLES, WAYS, WHITENINGS, accumulate, make_rewards, make_student, run_rank
 from support.started_processes import run_ranks
 
 from shd_torch import batch_share
+from shd_torch.recipes import minillm_advantages
 
 
 def one_process() -> dict[str, torch.Tensor]:
@@ -35,6 +36,14 @@ def test_two_ranks_are_one(way: str, by_two_ranks: Path) -> None:
     for name, expected in alone.items():
         torch.testing.assert_close(together[name], expected, rtol=1e-5, atol=1e-6, msg=name)
     assert not torch.equal(alone["layers.0.wq.weight"], before["layers.0.wq.weight"])
+
+
+@pytest.mark.slow
+def test_advantages_are_whitened_over_all_ranks(by_two_ranks: Path) -> None:
+    parts = [torch.load(by_two_ranks / f"advantages-{rank}.pt", weights_only=True) for rank in range(2)]
+    for whitening in WHITENINGS:
+        whole = minillm_advantages(*make_rewards(), whitening=whitening)
+        torch.testing.assert_close(torch.cat([part[whitening] for part in parts]), whole)
 
 
 @pytest.mark.parametrize("parts", [[[0], [1], [2], [3]], [[0, 1, 2], [3]]])
