@@ -290,8 +290,8 @@ def refuse(
     # onnxruntime says where it failed among its own files and codes: what the user can know is the operator or input.
     if failed := re.search(r"while running (\w+) node|[Ii]nvalid dimensions for input: (\w+)", str(error)):
         operator, name = failed.groups()
-        what = f"an operator {operator}" if operator else f"the input {name}"
-        cause = f"{what} that keeps sizes of the example inputs"
+        subject = f"an operator {operator}" if operator else f"the input {name}"
+        cause = f"{subject} that keeps sizes of the example inputs"
     cause = cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]}..."
     return ShdError(code, f"{type(model).__name__} must {stage}; got {cause.rstrip('.:')}: {remedy}")
 

@@ -81,14 +81,14 @@ class SameLayers:
             need(fits, "capture-failed", f"layer {number} of {name}", rule, paths[number], remedy=advice)
 
 
-def check_calls(calls: int, expected: int | None, kept: tuple[int, ...] | None, name: str) -> None:
+def check_calls(calls: int, expected: int | None, layers: tuple[int, ...] | None, name: str) -> None:
     """A forward pass must make attention calls, as many as expected, those to keep among them."""
     who, code = f"a forward pass of {name}", "capture-failed"
     need(calls > 0, code, who, "show its attention", "0 calls", remedy=_REMEDY)
     advice = f"give the numbers of those to keep as layers, or {_REMEDY}"
     need(expected in (None, calls), code, who, f"make layers={expected} attention calls", calls, remedy=advice)
     rule = f"lie in 0..{calls - 1}, as {who} makes {calls} attention calls"
-    need(kept is None or max(kept) < calls, code, "layers", rule, kept)
+    need(layers is None or max(layers) < calls, code, "layers", rule, layers)
 
 
 @never_compiled
@@ -120,16 +120,16 @@ def _find_unseen(student: nn.Module, calls: Sequence[RawCall], *, encoder_ran: b
     """
     callers = {id(call.source) for call in calls}
     unseen: dict[str, list[str]] = {}
-    seen = set()
+    seen_stacks = set()
     for path, stack in _find_stacks(student, ""):
         layers = {f"{path}.{number}": layer for number, layer in enumerate(stack) if _attends(layer)}
         unseen[path] = [n for n, layer in layers.items() if callers.isdisjoint(map(id, layer.modules()))]
         if len(unseen[path]) < len(layers):
-            seen.add(path)
+            seen_stacks.add(path)
     return [
         name
         for path, names in unseen.items()
-        if path in seen or (encoder_ran and _is_encoder_of(path, seen))
+        if path in seen_stacks or (encoder_ran and _is_encoder_of(path, seen_stacks))
         for name in names
     ]
 
@@ -151,12 +151,12 @@ def _attends(layer: nn.Module) -> bool:
     return not dropped and any("attention" in type(module).__name__.lower() for module in modules)
 
 
-def _is_encoder_of(path: str, seen: set[str]) -> bool:
+def _is_encoder_of(path: str, seen_stacks: set[str]) -> bool:
     """Whether a stack belongs to an unseen ``encoder`` beside a ``decoder`` that was seen."""
-    names, others = path.split("."), [other.split(".") for other in seen]
+    names, stacks = path.split("."), [other.split(".") for other in seen_stacks]
     for index in (index for index, name in enumerate(names) if name == "encoder"):
         encoder, decoder = names[: index + 1], [*names[:index], "decoder"]
-        starts = [other[: index + 1] for other in others]
+        starts = [other[: index + 1] for other in stacks]
         if decoder in starts and encoder not in starts:
             return True
     return False

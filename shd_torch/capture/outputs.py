@@ -97,7 +97,7 @@ class ProjectionWatch(TorchFunctionMode):
             return Projection(known[layer], is_linear=False)
         if call.projection is not None:
             return self._name(Projection(call.projection))
-        projections = [projection for seen, projection in self._found if seen is call]
+        projections = [projection for recorded, projection in self._found if recorded is call]
         who, rule = f"attention call {layer} of {self._model_name}", "hand its output to one output projection"
         advice = f"merge adapters into it, or give W_o (H_t * d_v, D) as output_projections={{{layer}: ...}}"
         need(len(projections) == 1, "capture-failed", who, rule, len(projections), remedy=advice)

@@ -59,9 +59,9 @@ class Student:
         kind = folders.model_class(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made = getattr(kind, "_from_config", getattr(kind, "from_config", None))
-            assert made is not None  # every class of transformers has one of them
-            return made(config, attn_implementation=folders.implementation_of(kind)).float().eval()
+            create = getattr(kind, "_from_config", getattr(kind, "from_config", None))
+            assert create is not None  # every class of transformers has one of them
+            return create(config, attn_implementation=folders.implementation_of(kind)).float().eval()
 
 
 def read_student(source: str) -> Student:
@@ -181,10 +181,10 @@ def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
     """
     differences: list[Difference] = []
 
-    def note(part: str, own: object, other: object, effect: str, remedy: str) -> None:
-        words = ("no", "yes")[own is True], ("no", "yes")[other is True]
-        own, other = words if isinstance(own, bool) else (own, other)
-        differences.append(Difference(part, str(own), str(other), effect, remedy))
+    def note(part: str, of_teacher: object, of_student: object, effect: str, remedy: str) -> None:
+        words = ("no", "yes")[of_teacher is True], ("no", "yes")[of_student is True]
+        of_teacher, of_student = words if isinstance(of_teacher, bool) else (of_teacher, of_student)
+        differences.append(Difference(part, str(of_teacher), str(of_student), effect, remedy))
 
     if student.heads > teacher.heads:
         note("heads", teacher.heads, student.heads, BLOCKS, "heads can be merged, not split: use fewer")
@@ -195,8 +195,8 @@ def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
         remedy = "the teacher's rows sum to less than one; give the student sinks too"
         note("learned sinks", teacher.learned_sinks, student.learned_sinks, effect, remedy)
     if (teacher.patches is None) != (student.patches is None):
-        own, other = ("images" if parts.patches else "texts" for parts in (teacher, student))
-        note("input", own, other, BLOCKS, "choose a teacher with the same kind of input")
+        of_teacher, of_student = ("images" if parts.patches else "texts" for parts in (teacher, student))
+        note("input", of_teacher, of_student, BLOCKS, "choose a teacher with the same kind of input")
     else:
         _compare_inputs(teacher, student, note)
     for name, has, has_too, remedy in (
@@ -217,13 +217,13 @@ def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
 def _compare_inputs(teacher: Parts, student: Parts, note: Callable[[str, object, object, str, str], None]) -> None:
     """Tokens and their order, of two models of texts or of images."""
     if teacher.patches != student.patches:
-        own, other = (" x ".join(map(str, parts.patches or ())) for parts in (teacher, student))
+        of_teacher, of_student = (" x ".join(map(str, parts.patches or ())) for parts in (teacher, student))
         channels = [(parts.patches or ())[2:] for parts in (teacher, student)]
         grids = ":".join("x".join(map(str, (parts.patches or ())[:2])) for parts in (teacher, student))
         remedy = f"pool the maps in a cache: shd precompute --groups patches:{grids}:{student.specials}"
         if channels[0] != channels[1]:
             remedy = "choose a teacher of images with as many channels"
-        note("patches", own, other, HURTS if channels[0] == channels[1] else BLOCKS, remedy)
+        note("patches", of_teacher, of_student, HURTS if channels[0] == channels[1] else BLOCKS, remedy)
     elif teacher.specials != student.specials:
         remedy = "give the student the same, or cut merged maps with shd_torch.maps.align_tokens"
         note("tokens beside patches", teacher.specials, student.specials, HURTS, remedy)
@@ -231,11 +231,11 @@ def _compare_inputs(teacher: Parts, student: Parts, note: Callable[[str, object,
         remedy = "fine for attention if both make the same tokens; KD reads the first classes (vocab_size)"
         note("vocabulary", teacher.vocabulary, student.vocabulary, NOTE, remedy)
     if teacher.is_causal != student.is_causal:
-        own, other = ("causal" if parts.is_causal else "both ways" for parts in (teacher, student))
+        of_teacher, of_student = ("causal" if parts.is_causal else "both ways" for parts in (teacher, student))
         remedy = "the student would learn not to look ahead: choose a bidirectional teacher"
         if student.is_causal:
             remedy = "the teacher attends where the student may not: choose a causal teacher"
-        note("direction", own, other, BLOCKS if student.is_causal else HURTS, remedy)
+        note("direction", of_teacher, of_student, BLOCKS if student.is_causal else HURTS, remedy)
     if student.window is not None and (teacher.window is None or teacher.window > student.window):
         remedy = "texts longer than the window have mass where the student may not look: support='intersect'"
         note("window", teacher.window or "all", student.window, HURTS, remedy)
@@ -253,8 +253,8 @@ def compare_tokenizers(teacher: Path | None, student: Path) -> list[Difference]:
     remedy = "keep added tokens out of shared texts"
     if is_model:
         remedy = "give it the teacher's, or pool the maps in a cache: shd precompute --student-tokenizer FOLDER"
-    another = f"another {', '.join(name.replace('_', ' ') for name in names)}"
-    return [Difference("tokenizer", "its own", another, effect, remedy)]
+    sections = f"another {', '.join(name.replace('_', ' ') for name in names)}"
+    return [Difference("tokenizer", "its own", sections, effect, remedy)]
 
 
 def _read_tokenizer(folder: Path) -> dict[str, Any] | None:
@@ -393,8 +393,8 @@ def judge(
                 return Verdict(*_of_probe(probe), "probe")
         with_effect = [difference for difference in differences if difference.effect == effect]
         if with_effect:
-            first, more = with_effect[0], f" and {len(with_effect) - 1} more" if len(with_effect) > 1 else ""
-            summary = f"they differ in {first.part}{more} (teacher {first.teacher}, student {first.student})"
+            first, count = with_effect[0], f" and {len(with_effect) - 1} more" if len(with_effect) > 1 else ""
+            summary = f"they differ in {first.part}{count} (teacher {first.teacher}, student {first.student})"
             return Verdict(answer, f"{summary}: {first.remedy}", rests_on)
     if is_sentence_encoder:
         # Students of MiniLM, in benchmarks/dozen.toml: no gain from squeezed layers, a loss from random ones.

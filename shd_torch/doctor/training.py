@@ -257,8 +257,8 @@ class Trial:
         return Probe(steps, seeds, beta, measure, len(judged), without, with_shd, float(gains.mean()), margin)
 
     def _batches(self, rows: Tensor) -> Iterator[dict[str, Tensor]]:
-        for chosen in torch.split(rows, self.options.batch_size):
-            yield {name: array[chosen] for name, array in self.data.items()}
+        for numbers in torch.split(rows, self.options.batch_size):
+            yield {name: array[numbers] for name, array in self.data.items()}
 
     @torch.no_grad()
     def _judge(self, students: Sequence[Any], rows: Tensor) -> tuple[float, ...]:

@@ -236,14 +236,14 @@ def probe_indexer(
         scorer, teacher, outside=outside, block_size=block_size, top_k=top_k, segments=segments
     )
     batch, _, rows, _ = request.shape
-    kept, best = (torch.full((batch, rows), torch.nan, dtype=request.dtype, device=queries.device) for _ in range(2))
+    mass, best = (torch.full((batch, rows), torch.nan, dtype=request.dtype, device=queries.device) for _ in range(2))
     for tile in request.tiles():
         live = tile.target.sum(-1) > 0
         masses = [tile.target.masked_fill(~tile.chosen, 0.0).sum(-1)]
         masses.append(tile.target.topk(min(top_k, tile.target.shape[-1]), dim=-1).values.sum(-1))
-        for result, part in zip((kept, best), masses, strict=True):
+        for result, part in zip((mass, best), masses, strict=True):
             result[tile.samples, tile.rows] = part.masked_fill(~live, torch.nan).nanmean(1)
-    return KeptMass(kept, best)
+    return KeptMass(mass, best)
 
 
 def _half_width(values: Tensor) -> float:

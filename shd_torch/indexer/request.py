@@ -76,13 +76,13 @@ def indexer_select(scores: Tensor, top_k: int, allowed: Tensor | None = None) ->
         least = torch.from_numpy(np.sort(wide.numpy(), axis=-1))[..., -top_k, None].to(masked.dtype)
     else:
         least = masked.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    chosen = masked >= least
-    if scores.device.type == "cpu" and int(chosen.count_nonzero()) == top_k * least.numel():
-        return chosen  # no ties, as nearly always; another device would have to wait for the answer
-    chosen &= allowed
-    level = chosen & (masked == least)
-    room = top_k - (chosen & ~level).sum(-1, keepdim=True)
-    return chosen & ~(level & (level.cumsum(-1) > room))
+    selected = masked >= least
+    if scores.device.type == "cpu" and int(selected.count_nonzero()) == top_k * least.numel():
+        return selected  # no ties, as nearly always; another device would have to wait for the answer
+    selected &= allowed
+    level = selected & (masked == least)
+    room = top_k - (selected & ~level).sum(-1, keepdim=True)
+    return selected & ~(level & (level.cumsum(-1) > room))
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,8 +289,8 @@ class IndexerRequest:
         shape = (1, 1, rows.stop - rows.start, keys.stop - keys.start)
         allowed = torch.ones(shape, dtype=torch.bool, device=device) if allowed is None else allowed
         if self.segments is not None:
-            here, there = self.segments[samples, None, rows, None], self.segments[samples, None, None, keys]
-            allowed = allowed & (here == there)
+            of_rows, of_keys = self.segments[samples, None, rows, None], self.segments[samples, None, None, keys]
+            allowed = allowed & (of_rows == of_keys)
         return allowed.expand(-1, -1, *shape[2:])
 
     def _target(self, samples: slice, rows: slice, chosen: Tensor | None, *, after: bool = False) -> Tensor:
@@ -416,13 +416,13 @@ def _lost(
     return total + ((1.0 - mass).clamp_min(0.0) / mass).log()
 
 
-def _same_mask(one: AttentionRule, other: AttentionRule, *, check: bool) -> bool:
+def _same_mask(a: AttentionRule, b: AttentionRule, *, check: bool) -> bool:
     """Whether two layers let the same keys be attended to; masks are compared where values are looked at."""
-    if (one.is_causal, one.window, one.attn_mask is None) != (other.is_causal, other.window, other.attn_mask is None):
+    if (a.is_causal, a.window, a.attn_mask is None) != (b.is_causal, b.window, b.attn_mask is None):
         return False
-    if one.attn_mask is None or other.attn_mask is None or one.attn_mask is other.attn_mask or not check:
+    if a.attn_mask is None or b.attn_mask is None or a.attn_mask is b.attn_mask or not check:
         return True
-    return bool((is_allowed(one.attn_mask) == is_allowed(other.attn_mask)).all())
+    return bool((is_allowed(a.attn_mask) == is_allowed(b.attn_mask)).all())
 
 
 def _check_teacher(

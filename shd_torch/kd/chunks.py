@@ -446,8 +446,8 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind) if torch.float64 not in (hidden.dtype, weight.dtype) else torch.float64
-    both = torch.promote_types(hidden.dtype, weight.dtype)
-    return both if both.is_floating_point else torch.float32
+    promoted = torch.promote_types(hidden.dtype, weight.dtype)
+    return promoted if promoted.is_floating_point else torch.float32
 
 
 DISTANCES: tuple[str, ...] = ("mse", "cosine", "normalized_mse")

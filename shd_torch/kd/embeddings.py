@@ -151,8 +151,8 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
 
 def _nearest(cosines: Tensor, k: int) -> Tensor:
     """Booleans ``(N, N)``: which others are among the ``k`` nearest of each text."""
-    others = cosines.clone().fill_diagonal_(-torch.inf)
-    return torch.zeros_like(others, dtype=torch.bool).scatter_(1, others.topk(k).indices, value=True)
+    off_diagonal = cosines.clone().fill_diagonal_(-torch.inf)
+    return torch.zeros_like(off_diagonal, dtype=torch.bool).scatter_(1, off_diagonal.topk(k).indices, value=True)
 
 
 def rank_correlation(first: Tensor, second: Tensor) -> float:

@@ -146,15 +146,15 @@ def cut(logits: Tensor, vocab_size: int | None, name: str) -> Tensor:
     return logits[..., :size]
 
 
-def check_classes(name: str, given: int, num_classes: int, *, can_cut: bool = True) -> None:
-    if given == num_classes:
+def check_classes(name: str, num_given: int, num_classes: int, *, can_cut: bool = True) -> None:
+    if num_given == num_classes:
         return
-    least = min(given, num_classes)
+    least = min(num_given, num_classes)
     remedy = f"vocab_size={least} leaves them out, as in KdTerm(vocab_size={least})"
-    if given > num_classes and not can_cut:
+    if num_given > num_classes and not can_cut:
         remedy = f"precompute with --vocab-size {least}"
     rule = f"{name} must have the student's {num_classes} classes"
-    raise ShdError("argument-shape", f"{rule}; got {given}: if those from {least} on are padding, {remedy}")
+    raise ShdError("argument-shape", f"{rule}; got {num_given}: if those from {least} on are padding, {remedy}")
 
 
 @dataclass(frozen=True, eq=False)

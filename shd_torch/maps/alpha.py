@@ -43,8 +43,8 @@ class AlphaSolution(NamedTuple):
 
     def hardened(self) -> AlphaSolution:
         """The nearer of 0 and 1, which is the better, E being a parabola around alpha; ties keep p (MIX-5)."""
-        chosen = (self.raw >= 0.5).to(self.raw.dtype)
-        return self._replace(raw=chosen, clipped=chosen)
+        nearest = (self.raw >= 0.5).to(self.raw.dtype)
+        return self._replace(raw=nearest, clipped=nearest)
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ class Adapter:
         arguments = {}
         for name, value in inputs.items():
             # A gram tensor is float64 for maps of any dtype (GRAM-5): one that was answered is not narrowed.
-            own = "float64" if getattr(value, "dtype", np.dtype("f4")).newbyteorder("=") == np.float64 else "float32"
-            arguments[name] = self._as_tensors(value, own if name == "gram" else dtype)
+            wide = "float64" if getattr(value, "dtype", np.dtype("f4")).newbyteorder("=") == np.float64 else "float32"
+            arguments[name] = self._as_tensors(value, wide if name == "gram" else dtype)
         return _as_arrays(self.call(operation, **arguments))
 
     def call(self, operation: str, **arguments: Any) -> Any:

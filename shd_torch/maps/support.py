@@ -61,12 +61,12 @@ def intersect(teacher: Tensor, may_attend: Tensor) -> IntersectedMaps:
     return IntersectedMaps(rescale_rows(teacher.masked_fill(~may_attend, 0.0), teacher.sum(-1), dropped), dropped)
 
 
-def rescale_rows(kept: Tensor, mass: Tensor, dropped: Tensor) -> Tensor:
+def rescale_rows(rows: Tensor, mass: Tensor, dropped: Tensor) -> Tensor:
     """What is left of each row ``(..., S)``, scaled to the mass it had; untouched where nothing was dropped."""
-    rest = kept.sum(-1, keepdim=True)
+    sums = rows.sum(-1, keepdim=True)
     # Divided first: the quotient of two tiny numbers is not tiny, and its reciprocal would overflow.
-    scaled = kept / rest.masked_fill(rest == 0, 1.0) * mass[..., None]
-    return torch.where(dropped[..., None] == 0, kept, scaled)
+    scaled = rows / sums.masked_fill(sums == 0, 1.0) * mass[..., None]
+    return torch.where(dropped[..., None] == 0, rows, scaled)
 
 
 def check_layer(
@@ -156,8 +156,8 @@ def align_tokens(
     kept_rows = _check_positions("rows", rows, num_rows)
     kept_columns = _check_positions("columns", columns, num_columns)
     probs = attn_probs.detach()[:, :, kept_rows].to(compute_dtype(attn_probs))
-    others = sorted(set(range(num_columns)) - set(kept_columns))
-    dropped = probs[..., others].sum(-1)
+    dropped_columns = sorted(set(range(num_columns)) - set(kept_columns))
+    dropped = probs[..., dropped_columns].sum(-1)
     aligned = rescale_rows(probs[..., kept_columns], probs.sum(-1), dropped)
     return AlignedMaps(aligned.to(map_dtype(attn_probs)), dropped)
 
@@ -243,7 +243,9 @@ def _check_positions(name: str, positions: Sequence[int] | None, size: int) -> l
     if positions is None:
         return list(range(size))
     listed = positions.tolist() if isinstance(positions, Tensor) else list(positions)
-    kept = [check_integer(name, position, 0, size - 1, "TOKEN-4") for position in listed]
-    if not kept or len(set(kept)) < len(kept):
-        raise ShdError("argument-value", f"{name} must name at least one position, each once; got {kept}", "TOKEN-4")
-    return kept
+    indices = [check_integer(name, position, 0, size - 1, "TOKEN-4") for position in listed]
+    if not indices or len(set(indices)) < len(indices):
+        raise ShdError(
+            "argument-value", f"{name} must name at least one position, each once; got {indices}", "TOKEN-4"
+        )
+    return indices

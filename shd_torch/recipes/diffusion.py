@@ -114,14 +114,14 @@ def diffusion(
         check_number("snr_clip", snr_clip, above=0)
     _check_same_shape(x0, noise, check)
     dtype, device = compute_dtype(student_output), student_output.device
-    start, drawn = (tensor.detach().to(device, dtype) for tensor in (x0, noise))
+    start, target = (tensor.detach().to(device, dtype) for tensor in (x0, noise))
     tables = _schedule(betas, t, start, check)
     # min(SNR, k) / SNR of each sample.
     importance = (tables.inverse_snr * (math.inf if snr_clip is None else snr_clip)).clamp(max=1.0)
     epsilon, span = _split(student_output, "student_output", start, check)
-    terms = {"mse": Term(_weighed(importance, epsilon - drawn), 1.0)}
+    terms = {"mse": Term(_weighed(importance, epsilon - target), 1.0)}
     if span is not None:
-        terms["bound"] = Term(_bound(tables, start, drawn, epsilon.detach(), span), weights[1])
+        terms["bound"] = Term(_bound(tables, start, target, epsilon.detach(), span), weights[1])
     if teacher_output is not None:
         teacher, _ = _split(teacher_output.detach().to(device), "teacher_output", start, check)
         terms["kd"] = Term(_weighed(importance, epsilon - teacher), weights[0])

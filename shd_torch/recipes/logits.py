@@ -277,8 +277,8 @@ def nkd(
     target = -(u.log_softmax(-1).gather(-1, at).exp() * z.log_softmax(-1).gather(-1, at)).mean()
     # All classes but one per row, (..., C - 1).
     columns = torch.arange(z.shape[-1] - 1, device=z.device)
-    others = [logits.gather(-1, columns + (columns >= at)) for logits in (u, z)]
-    nontarget = kd_loss(*others, divergence="cross_entropy", temperature=temperature, check=False)
+    off_target = [logits.gather(-1, columns + (columns >= at)) for logits in (u, z)]
+    nontarget = kd_loss(*off_target, divergence="cross_entropy", temperature=temperature, check=False)
     return join(
         shd,
         cross_entropy=Term(label_loss(student_logits, checked), 1.0),

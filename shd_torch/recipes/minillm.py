@@ -237,7 +237,7 @@ def _check_text(
 
 def _at(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
     """Log-probabilities of tokens ``(B, R)``, 0 where the row does not count, with no gradient there."""
-    here = counted.to(logits.device)
-    wide = logits.to(compute_dtype(logits)).masked_fill(~here[..., None], 0.0)
+    rows = counted.to(logits.device)
+    wide = logits.to(compute_dtype(logits)).masked_fill(~rows[..., None], 0.0)
     log_probs = wide.gather(-1, ids.to(logits.device)[..., None])[..., 0] - wide.logsumexp(-1)
-    return log_probs.masked_fill(~here, 0.0)
+    return log_probs.masked_fill(~rows, 0.0)

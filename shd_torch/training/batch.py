@@ -80,13 +80,13 @@ def leave_samples(dataset: Any, argument: str) -> Any:
     return _Samples(dataset) if isinstance(dataset, SupervisedDataset) else dataset
 
 
-def _check_padding(mask: Tensor, seen: Sequence[Tensor]) -> None:
+def _check_padding(mask: Tensor, masks: Sequence[Tensor]) -> None:
     """Refuse a batch whose collation moved the positions of a sample, or cut them."""
-    for number, (row, expected) in enumerate(zip(mask.bool().cpu(), seen, strict=True)):
+    for number, (row, expected) in enumerate(zip(mask.bool().cpu(), masks, strict=True)):
         n = len(expected)
         if len(row) < n or row[n:].any() or not torch.equal(row[:n], expected):
-            what = "ones" if expected.all() else f"{expected.int().tolist()}, as in the sample,"
-            rule = f"attention_mask must be {what} for the {n} positions that the teacher saw, then zeros"
+            expected_text = "ones" if expected.all() else f"{expected.int().tolist()}, as in the sample,"
+            rule = f"attention_mask must be {expected_text} for the {n} positions that the teacher saw, then zeros"
             advice = "set the tokenizer's padding_side to 'right', and truncate as for precompute; or pad the samples"
             message = f"{rule}; sample {number} of a batch has {mask[number].tolist()}: {advice} before precompute"
             raise ShdError("inputs-invalid", message, "CACHE-82")

@@ -88,12 +88,12 @@ class EmbeddingLoss(nn.Module):
             rule = f"a batch must hold the teacher's inputs {', '.join(inputs.names)}"
             raise ShdError("inputs-invalid", f"{rule}; got {', '.join(features)}", "CACHE-30")
         counted = arrays[inputs.mask] != 0
-        texts = [{name: array[row][some] for name, array in arrays.items()} for row, some in enumerate(counted)]
+        texts = [{name: array[row][mask] for name, array in arrays.items()} for row, mask in enumerate(counted)]
         keys = [sample_key(text) for text in texts]
-        lost = [text for text, key in zip(texts, keys, strict=True) if key not in self.cache]
-        if lost:
-            rule = f"{self.cache.folder} must hold every text; it lacks {len(lost)} of {len(keys)} of a batch, first "
-            rule += f"tokens {lost[0][inputs.names[-1]].tolist()[:20]}"
+        absent = [text for text, key in zip(texts, keys, strict=True) if key not in self.cache]
+        if absent:
+            rule = f"{self.cache.folder} must hold every text; it lacks {len(absent)} of {len(keys)} of a batch, "
+            rule += f"first tokens {absent[0][inputs.names[-1]].tolist()[:20]}"
             advice = "tokenise as precompute did, with its --max-length as max_seq_length and without prompts"
             raise ShdError("sample-missing", f"{rule}: {advice}", "CACHE-82")
         records = self.cache.read_batch(keys, (), logits=False, hidden=())

@@ -394,10 +394,10 @@ def read_weight(weight: Weight) -> Callable[[float], float]:
     return weight if callable(weight) else BetaSchedule(weight)
 
 
-def check_targets(argument: str, own: float | None, temperature: float | None, origin: str) -> None:
+def check_targets(argument: str, of_argument: float | None, temperature: float | None, origin: str) -> None:
     """Refuse targets of another temperature than an argument's own: ``argument-value``."""
-    if temperature is not None and own not in (None, temperature):
-        rule = f"{argument} must have the temperature {temperature:g} of {origin}, or None; got {own:g}"
+    if temperature is not None and of_argument not in (None, temperature):
+        rule = f"{argument} must have the temperature {temperature:g} of {origin}, or None; got {of_argument:g}"
         reason = "what lies outside of the kept classes cannot be moved to another"
         raise ShdError("argument-value", f"{rule}: {reason}, so make the targets at this one")
 

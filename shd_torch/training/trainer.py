@@ -195,8 +195,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             term.check_cache(joined, has_teacher=bool(self.teachers))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        chosen = self.train_dataset if train_dataset is None else train_dataset
-        return super()._get_train_sampler(_for_sampler(chosen))
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return super()._get_train_sampler(_for_sampler(dataset))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         return super()._get_eval_sampler(_for_sampler(eval_dataset))
@@ -223,18 +223,18 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """As in the base class; supervised data give plain samples if the student has a loss."""
-        chosen: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(chosen, str):
-            chosen = self.eval_dataset[chosen]  # type: ignore[index]  # a mapping by name
-        self._check_eval(chosen)
-        if self._takes_labels or not isinstance(chosen, SupervisedDataset):
-            return super().get_eval_dataloader(leave_samples(chosen, "eval_dataset"))
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]  # type: ignore[index]  # a mapping by name
+        self._check_eval(dataset)
+        if self._takes_labels or not isinstance(dataset, SupervisedDataset):
+            return super().get_eval_dataloader(leave_samples(dataset, "eval_dataset"))
         collator: Any = self.data_collator
         is_joined = isinstance(collator, SupervisedCollator)
         alone = collator.collate if is_joined else self._get_collator_with_removed_columns(collator, "evaluation")
-        self.data_collator = SupervisedCollator(alone, chosen.cache.manifest, chosen.layers)
+        self.data_collator = SupervisedCollator(alone, dataset.cache.manifest, dataset.layers)
         try:
-            return super().get_eval_dataloader(chosen)
+            return super().get_eval_dataloader(dataset)
         finally:
             self.data_collator = collator
 
@@ -267,8 +267,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         finally:
             self._seen = None
         if of_texts and output.metrics is not None:
-            here = [0.0, 0.0, 0.0] if agreement is None else [agreement.spearman, agreement.neighbours, 1.0]
-            reduced = self.accelerator.reduce(torch.tensor(here, device=self.args.device), "sum")
+            sums = [0.0, 0.0, 0.0] if agreement is None else [agreement.spearman, agreement.neighbours, 1.0]
+            reduced = self.accelerator.reduce(torch.tensor(sums, device=self.args.device), "sum")
             spearman, neighbours, ranks = reduced.tolist()
             prefix = kwargs.get("metric_key_prefix", "eval")
             measured = {"spearman": spearman, "neighbours": neighbours} if ranks else {}
@@ -409,13 +409,13 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         rule += f", as a {type(self._student).__name__} has no loss of its own"
         need(measures, "argument-value", "eval_dataset", rule, "neither, nor compute_metrics")
 
-    def _check_decoder(self, seen: Mapping[str, Any]) -> None:
+    def _check_decoder(self, inputs: Mapping[str, Any]) -> None:
         """Refuse a batch from which the student alone could tell what its decoder reads, by shifting the labels."""
-        fits = not self._has_decoder or bool({"decoder_input_ids", "decoder_inputs_embeds"} & seen.keys())
+        fits = not self._has_decoder or bool({"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys())
         who = "a live teacher" if self.recipe is None else f"recipe {self.recipe.name}"
         rule = f"hold decoder_input_ids, as {who} is given no labels to shift"
         advice = "make them in the collator, such as by DataCollatorForSeq2Seq(tokenizer, model=student)"
-        need(fits, "argument-value", "a batch of an encoder-decoder", rule, ", ".join(seen), remedy=advice)
+        need(fits, "argument-value", "a batch of an encoder-decoder", rule, ", ".join(inputs), remedy=advice)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As in the base class, with the projectors as a parameter group that clipping ignores."""
@@ -471,11 +471,11 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self._record is not None:
-            here = self._record.means(self.state.global_step)
+            of_rank = self._record.means(self.state.global_step)
             self._record = StepRecord(self.state.global_step)
             # Ranks see different samples; every rank logs at the same step.
-            reduced = self.accelerator.reduce(torch.tensor(list(here.values()), device=self.args.device), "mean")
-            means = dict(zip(here, reduced.tolist(), strict=True))
+            reduced = self.accelerator.reduce(torch.tensor(list(of_rank.values()), device=self.args.device), "mean")
+            means = dict(zip(of_rank, reduced.tolist(), strict=True))
             clipped, alphas = means.pop("clipped"), means.pop("alphas")
             if self.attention is not None:
                 means["clipped_alphas"] = clipped / alphas if alphas else 0.0
