@@ -198,13 +198,12 @@ def _export(
     )
 
 
-def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A Hugging Face model with the head it was saved with, in eval mode.
+def load_hf_model(model: str | os.PathLike[str]) -> nn.Module:
+    """A Hugging Face model with the head it was saved with, in float32 and eval mode.
 
     Args:
         model: a folder, which is read without any network access, or a hub id. Weights are read from safetensors
             alone, no code that it names is run, and links out of the folder are refused.
-        dtype: what to load the weights as; onnxruntime has no bfloat16 attention on the CPU.
 
     Raises:
         ShdError: ``dependency-missing`` (transformers), ``read-failed`` for a hub id that is not found, and for a
@@ -218,7 +217,7 @@ def load_hf_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.f
     config = read_config(folder, "model")
     # Some classes are built for one implementation, and the export could not choose this one for them later.
     options = {} if is_custom(config) else {"attn_implementation": "eager"}
-    return load_model(folder, model_class(config), dtype=dtype, **options)  # type: ignore[no-any-return]
+    return load_model(folder, model_class(config), dtype=torch.float32, **options)  # type: ignore[no-any-return]
 
 
 def hide_weight_bars() -> None:

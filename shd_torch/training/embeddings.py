@@ -45,23 +45,15 @@ class EmbeddingLoss(nn.Module):
     Args:
         model: the student, a ``SentenceTransformer``, with all its modules.
         cache: of ``shd precompute --embeddings``: its folder, address, or a reader.
-        distance: ``"cosine"``, ``"mse"`` or ``"similarity"``, see ``embedding_loss``.
-        projector: module from the student's width to the teacher's; None creates a linear layer where the cache has
-            another width. It is trained with the student, and no part of it.
+        distance: ``"cosine"``, ``"mse"`` or ``"similarity"``, see ``embedding_loss``. For the first two a linear
+            layer between different widths is trained with the student, and no part of it.
 
     Raises:
         ShdError: ``argument-value`` for a cache without embeddings; ``sample-missing`` for a text that is not in the
             cache; what opening the cache and ``embedding_loss`` raise.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cache: CacheReader | str | Path,
-        *,
-        distance: str = "cosine",
-        projector: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, cache: CacheReader | str | Path, *, distance: str = "cosine") -> None:
         super().__init__()
         check_option("distance", distance, DISTANCES)
         self.model, self.distance = model, distance
@@ -69,7 +61,7 @@ class EmbeddingLoss(nn.Module):
         form = self.cache.manifest.need(Embeddings, "embeddings")
         names = ("get_embedding_dimension", "get_sentence_embedding_dimension")  # the second before version 6
         width = next((getattr(model, name)() for name in names if hasattr(model, name)), None)
-        self.projector = make_projector(projector, distance, width, form.width)
+        self.projector = make_projector(distance, width, form.width)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The mean over all texts of a batch; ``sentence_features`` hold the tokens of each column."""

@@ -329,13 +329,12 @@ class EmbeddingTerm(Term):
     """Additional loss on embeddings of texts, from a cache: ``weight * embedding_loss(student's, teacher's)``.
 
     The student's last hidden state is pooled as the teacher's was, over the positions of the attention mask. The loss
-    is a mean over texts, also where gradients accumulate; ``"similarity"`` compares the texts of one micro-batch.
+    is a mean over texts, also where gradients accumulate; ``"similarity"`` compares the texts of one micro-batch. For
+    the other distances a linear layer between different widths is trained with the student, and left behind.
 
     Attributes:
         weight: as of ``KdTerm``.
         distance: ``"cosine"``, ``"mse"`` or ``"similarity"``, see ``embedding_loss``.
-        projector: module from the student's width to the teacher's, for ``"cosine"`` and ``"mse"``; None creates a
-            linear layer where the widths differ. It is trained with the student, and left behind.
 
     Raises:
         ShdError: ``argument-value``.
@@ -347,7 +346,6 @@ class EmbeddingTerm(Term):
 
     weight: Weight = 1.0
     distance: str = "cosine"
-    projector: nn.Module | None = None
 
     def __post_init__(self) -> None:
         read_weight(self.weight)
@@ -364,7 +362,7 @@ class EmbeddingTerm(Term):
     ) -> Mapping[int, nn.Module]:
         form = None if manifest is None else manifest.embeddings
         width = None if form is None else form.width
-        projector = make_projector(self.projector, self.distance, student_width, width)
+        projector = make_projector(self.distance, student_width, width)
         return {} if projector is None else {EMBEDDING: projector}
 
     def count(self, batch: MicroBatch) -> int:
@@ -458,13 +456,11 @@ class Projectors(nn.Module):
             raise ShdError("argument-value", f"{rule}; got: {error}") from error
 
 
-def make_projector(
-    projector: nn.Module | None, distance: str, student_width: int | None, teacher_width: int | None
-) -> nn.Module | None:
-    """Of embeddings: the user's module, or a linear layer between different widths that are compared directly."""
-    if projector is not None or distance == "similarity" or student_width is None:
-        return projector
-    return None if teacher_width in (None, student_width) else nn.Linear(student_width, teacher_width)
+def make_projector(distance: str, student_width: int | None, teacher_width: int | None) -> nn.Module | None:
+    """Of embeddings: a linear layer between different widths that are compared directly."""
+    if distance == "similarity" or student_width is None or teacher_width in (None, student_width):
+        return None
+    return nn.Linear(student_width, teacher_width)
 
 
 def _average_gradient(parameter: Tensor) -> None:
