@@ -234,7 +234,9 @@ class IndexerRequest:
         """Every row of every sample, a few at a time."""
         batch, _, num_rows, _ = self.shape
         num_keys = self.teachers[0].keys.shape[2]
+        # Each of the scorer's heads has products of a tile; target and scores take as much as two.
         entries = tile_entries(self.scorer.queries.device) // max(2, self.scorer.queries.shape[1])
+        # 32 rows make a matrix product worth its call; of long samples 8 have to do.
         together = max(1, min(batch, entries // (min(num_rows, 32) * num_keys)))
         least = max(min(num_rows, 8), entries // (together * num_keys))
         for first in range(0, batch, together):

@@ -19,7 +19,7 @@ from shd_ref.tolerances import load_tolerances
 from shd_torch.checks import check_real, check_shapes, check_temperature, compute_dtype, without_autocast
 from shd_torch.supervision.supervision import TopkTargets
 
-_ENTRIES = {"cpu": 1 << 22}
+_ENTRIES = {"cpu": 1 << 22}  # 16 MiB of float32: larger chunks leave a processor's cache between their passes
 _ENTRIES_OF_A_DEVICE = 1 << 26  # 256 MiB of float32: products large enough for a GPU
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

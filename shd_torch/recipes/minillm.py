@@ -62,7 +62,7 @@ class TeacherMixture:
 
 
 WHITENINGS: tuple[str, ...] = ("biased", "unbiased", "none")
-WHITENING_EPSILON = 1e-8
+WHITENING_EPSILON = 1e-8  # MiniLLM's
 
 
 class Rollout(NamedTuple):

@@ -86,11 +86,11 @@ class CachedSupervision(Taught):
 
     def query_mask(self, length: int | None = None) -> Tensor:
         """``(B, L)``, True where a sample has a position."""
-        return held_positions(self.lengths, self.firsts, length, self.buffer.device)
+        return positions_mask(self.lengths, self.firsts, length, self.buffer.device)
 
     def decoder_mask(self, length: int | None = None) -> Tensor | None:
         """``(B, L)``, True where a decoder's logits or hidden states are stored; None where neither are its rows."""
-        return held_positions(self.decoder, (), length, self.buffer.device) if self.decoder else None
+        return positions_mask(self.decoder, (), length, self.buffer.device) if self.decoder else None
 
     def stored_rows(self, subject: str, length: int | None = None) -> StoredRows | None:
         """The rows of a form, by its ``SUBJECT``, spread over ``length`` positions; None where none were read."""
@@ -343,7 +343,7 @@ def most_rows(length: Length) -> int | None:
     return max(rows for rows, _ in length) if isinstance(length, Sequence) else length
 
 
-def held_positions(lengths: Sequence[int], firsts: Sequence[int], length: int | None, device: torch.device) -> Tensor:
+def positions_mask(lengths: Sequence[int], firsts: Sequence[int], length: int | None, device: torch.device) -> Tensor:
     """``(B, L)``, True where a sample has a position: from its first, if there are any, to its length."""
     positions = torch.arange(max(lengths) if length is None else length, device=device)
     mask = positions < torch.tensor(lengths, device=device)[:, None]
