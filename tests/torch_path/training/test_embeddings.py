@@ -271,15 +271,6 @@ def test_the_trainer_of_sentence_transformers(
     assert -1 <= evaluate(loaded)["few_spearman_cosine"] <= 1
 
 
-def test_padding_in_front_is_left_out(caches: Callable[..., Path], tmp_path: Path) -> None:
-    student = make_student(tmp_path / "student")
-    loss, found = EmbeddingLoss(student, caches()), []
-    for side in ("right", "left"):
-        student.tokenizer.padding_side = side
-        found.append(loss._read(student.tokenize(TEXTS)))
-    assert torch.equal(*found)
-
-
 def test_caches_and_students_that_do_not_fit(caches: Callable[..., Path], tmp_path: Path) -> None:
     student = make_student(tmp_path / "student", 16)
     other = caches(embeddings=None, hidden=(2,))
