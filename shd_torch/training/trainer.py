@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shd_ref.cache import Attention, CacheReader
+from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_output
@@ -434,6 +435,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             resume_from_checkpoint = True if last is None else str(last)
         self._record = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with write_errors(Path(self._get_output_dir(trial))):  # a full disk is an error of ours, with the folder
+            super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
