@@ -197,10 +197,10 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return super()._get_train_sampler(_for_sampler(dataset))
+        return super()._get_train_sampler(leave_samples(dataset, "train_dataset"))  # which may look at lengths
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return super()._get_eval_sampler(_for_sampler(eval_dataset))
+        return super()._get_eval_sampler(leave_samples(eval_dataset, "eval_dataset"))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """As the base class does it; a stream is read by every rank for itself."""
@@ -494,11 +494,6 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             return bool(declared)
         counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return counted or self.compute_loss_func is not None
-
-
-def _for_sampler(dataset: Any) -> Any:
-    """Supervised data as the base class's samplers take them: by ``train_sampling_strategy`` they look at lengths."""
-    return leave_samples(dataset, "train_dataset") if isinstance(dataset, SupervisedDataset) else dataset
 
 
 def _count_attention(config: Any) -> int | None:
