@@ -15,7 +15,7 @@ import shd_torch.maps as shd
 from shd_torch import ShdError, capture_attention
 
 
-@pytest.mark.parametrize(("name", "attn_implementation"), zip(HF_MODELS, ("eager", "sdpa") * 2, strict=False))
+@pytest.mark.parametrize(("name", "attn_implementation"), [*zip(HF_MODELS, ("eager", "sdpa") * 2, strict=False)])
 def test_hf_training_gradients(name: str, attn_implementation: str) -> None:
     """With dropout: the same random numbers, so the same loss and the same gradients; and SHD adds its own."""
     dropout = {"gpt2": "attn_pdrop", "llama": "attention_dropout"}.get(name, "attention_probs_dropout_prob")
