@@ -17,21 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
-from shd_ref.integers import check_integer
 from shd_ref.layers import layer_map as pair_layers
-from shd_ref.merging.plans import PLAN_KINDS, MergePlan, check_count, check_plan
+from shd_ref.merging.plans import check_count
 from shd_torch.capture.capture import AttentionCall, Captured
 from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
 from shd_torch.capture.outputs import Projection, ProjectionWatch, read_hidden_states, read_logits, without
 from shd_torch.capture.taps import RawCall, never_compiled, record, run_eagerly
-from shd_torch.checks import check_option, check_real
 from shd_torch.kl.backends import attention_kl
 from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.maps.mixing import check_strategy
 from shd_torch.supervision.factored import Factored
 from shd_torch.supervision.supervision import Length, Taught, TaughtLayers, pool_supervision
 
-Rounds: TypeAlias = Iterable[Iterable[Sequence[int]]]
+Rounds: TypeAlias = Sequence[Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,11 +113,10 @@ class OnlineTeacher:
         self.num_student_heads = num_student_heads
         self._layer_map = _read_layer_map(layer_map)
         self._merging = {"strategy": strategy, "alpha_rule": alpha_rule}
-        self._plan = _read_plans(plan, num_student_heads, self._layer_map)
-        self._given = dict(output_projections or {})
-        for layer, weight in self._given.items():
-            check_integer("layers of output_projections", layer, 0, None)
-            check_real(weight, f"output_projections[{layer}]", check=False, ndim=2)
+        if isinstance(plan, Mapping):
+            _check_plans(plan, self._layer_map)
+        self._plan = plan
+        self._output_projections = dict(output_projections or {})
         self.hidden_layers = tuple(sorted(set(hidden_layers)))
         self._same = SameLayers(model)
         self._projections: dict[int, Projection] = {}
@@ -222,7 +219,7 @@ class OnlineTeacher:
             pairs = pair_layers(len(layers), num_student_layers, self._layer_map)
         check_single(layers, {teacher for _, teacher in pairs}, self.model)
         for layer in {teacher for _, teacher in pairs}:
-            self._projections[layer] = watch.find(layer, layers[layer][0], self._given)
+            self._projections[layer] = watch.find(layer, layers[layer][0], self._output_projections)
         self._pairs = pairs
 
     def _squeeze_layer(
@@ -239,7 +236,7 @@ class OnlineTeacher:
                 self.num_student_heads,
                 query_mask=query_mask,
                 check=check,
-                plan=self._plan[layer] if isinstance(self._plan, dict) else self._plan,
+                plan=self._plan[layer] if isinstance(self._plan, Mapping) else self._plan,
                 **self._merging,
             )
         except ShdError as error:
@@ -346,27 +343,9 @@ def _read_layer_map(layer_map: int | Iterable[tuple[int, int]]) -> int | tuple[t
     return len(pair_layers(layer_map, layer_map))
 
 
-def _read_plan(plan: str | Rounds | None, num_student_heads: int) -> str | MergePlan | None:
-    """A kind of plan, or its rounds, which are checked in full (PLAN-1, PLAN-7)."""
-    if plan is None or isinstance(plan, str):
-        if plan is not None:
-            check_option("plan", plan, PLAN_KINDS, "PLAN-1")
-        return plan
-    rounds = [list(one_round) for one_round in plan]
-    # Each pair makes one head of two, so that the rounds say how many heads they begin with.
-    return check_plan(rounds, num_student_heads + sum(map(len, rounds)), num_student_heads)
-
-
-def _read_plans(
-    plan: str | Rounds | Mapping[int, Rounds] | None,
-    num_student_heads: int,
-    layer_map: int | tuple[tuple[int, int], ...],
-) -> str | MergePlan | dict[int, str | MergePlan | None] | None:
-    """One plan for all layers, or that of each teacher layer."""
-    if not isinstance(plan, Mapping):
-        return _read_plan(plan, num_student_heads)
+def _check_plans(plan: Mapping[int, Rounds], layer_map: int | tuple[tuple[int, int], ...]) -> None:
+    """Each teacher layer that is paired must have its rounds, which its first squeeze checks."""
     paired = None if isinstance(layer_map, int) else {teacher for _, teacher in layer_map}
     rule = "hold the rounds of each teacher layer of an explicit layer_map, "
     rule += "which is missing" if paired is None else f"{sorted(paired)}"
     need(paired == set(plan), "plan-invalid", "plan", rule, f"those of {sorted(map(str, plan))}", spec_id="PLAN-7")
-    return {layer: _read_plan(rounds, num_student_heads) for layer, rounds in plan.items()}

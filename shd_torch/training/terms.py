@@ -263,15 +263,13 @@ class HiddenTerm(Term):
     def __post_init__(self) -> None:
         read_weight(self.weight)
         check_option("distance", self.distance, DISTANCES)
-        pairs = tuple(self.pairs)
-        good = bool(pairs) and all(
-            isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)
-            for pair in pairs
-        )
+        pairs = tuple((student, teacher) for student, teacher in self.pairs)
+        numbers = [number for pair in pairs for number in pair]
+        fits = bool(pairs) and all(type(number) is int and number >= 0 for number in numbers)
+        fits = fits and len({student for student, _ in pairs}) == len(pairs)
         rule = "be (student, teacher) numbers of hidden states of at least 0, each student's once"
-        good = good and len({student for student, _ in pairs}) == len(pairs)
-        need(good, "layers-invalid", "pairs", rule, repr(self.pairs))
-        object.__setattr__(self, "pairs", tuple((student, teacher) for student, teacher in pairs))
+        need(fits, "layers-invalid", "pairs", rule, repr(self.pairs))
+        object.__setattr__(self, "pairs", pairs)
 
     @property
     def teacher_layers(self) -> tuple[int, ...]:
