@@ -175,7 +175,7 @@ class Captured:
     def __init__(self, layers: tuple[int, ...] | None, kinds: Kinds = ()) -> None:
         self._layers = layers  # the calls to keep, in the order they were asked for; None keeps all
         self._kinds = kinds  # by which they are numbered, where there are several
-        self._kept: dict[int, AttentionCall] = {}
+        self._recorded: dict[int, AttentionCall] = {}
         self.num_calls = 0
 
     @property
@@ -186,8 +186,8 @@ class Captured:
             ShdError: ``capture-failed`` where no forward pass has finished.
         """
         rule = "come from a forward pass of the student"
-        need(bool(self._kept), "capture-failed", "captured attention", rule, "none, as none was run yet")
-        return [self._kept[i] for i in (range(self.num_calls) if self._layers is None else self._layers)]
+        need(bool(self._recorded), "capture-failed", "captured attention", rule, "none, as none was run yet")
+        return [self._recorded[i] for i in (range(self.num_calls) if self._layers is None else self._layers)]
 
     @property
     def logits(self) -> list[Tensor]:
@@ -205,10 +205,10 @@ class Captured:
         Raises:
             ShdError: ``capture-failed`` where it was not kept.
         """
-        rule, got = "be among the captured attention calls", sorted(self._kept) or "no forward pass yet"
+        rule, got = "be among the captured attention calls", sorted(self._recorded) or "no forward pass yet"
         advice = "capture all layers, or name it in layers"
-        need(number in self._kept, "capture-failed", f"layer {number}", rule, got, remedy=advice)
-        return self._kept[number]
+        need(number in self._recorded, "capture-failed", f"layer {number}", rule, got, remedy=advice)
+        return self._recorded[number]
 
     def check_taught(self, layers: tuple[int, ...]) -> None:
         """Refuse a student of another depth, or calls that are numbered otherwise, than its teaching was made for.
@@ -231,7 +231,7 @@ class Captured:
         layers.check_calls(self.num_calls, "the student")
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._recorded.clear()
         self.num_calls = 0
 
     @never_compiled
@@ -244,14 +244,14 @@ class Captured:
             advice += "for a frozen layer, leave its number out of layers"
             who, fits = f"attention call {index}", raw.grad_enabled or not grad_enabled
             need(fits, "capture-failed", who, "run with gradient, as the student does", "none", remedy=advice)
-            self._kept[index] = _read_call(raw)
+            self._recorded[index] = _read_call(raw)
 
 
 class _Recording:
     """What ``capture_attention`` knows of a student from one forward pass to the next."""
 
     def __init__(self, student: nn.Module, layers: int | Sequence[int] | None, keep_values: bool) -> None:
-        self._expected, self._kept = _read_layers(layers)
+        self._expected, self._layers = _read_layers(layers)
         self._taught = layers if isinstance(layers, TaughtLayers) else None
         self._same = SameLayers(student)
         self._checked_count = 0  # of calls that are known to be those of every layer
@@ -260,7 +260,7 @@ class _Recording:
         )
         self._student = student
         self._keep_values = keep_values
-        self.captured = Captured(self._kept, () if self._taught is None else self._taught.kinds)
+        self.captured = Captured(self._layers, () if self._taught is None else self._taught.kinds)
 
     def run(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.captured.clear()
@@ -275,10 +275,10 @@ class _Recording:
             if self._taught.kinds:
                 firsts, taught = [layer[0] for layer in layers], [kind for kind, _ in self._taught.kinds]
                 layers = self._taught.order_calls(layers, find_call_kinds(firsts, self._student, taught), name)
-        check_calls(len(layers), self._expected, self._kept, name)
-        check_single(layers, range(len(layers)) if self._kept is None else self._kept, self._student)
-        if self._kept is not None:
-            self._same.check(layers, self._kept)
+        check_calls(len(layers), self._expected, self._layers, name)
+        check_single(layers, range(len(layers)) if self._layers is None else self._layers, self._student)
+        if self._layers is not None:
+            self._same.check(layers, self._layers)
         if not self._is_count_given and len(layers) != self._checked_count:
             remedy = f"give their count (layers={len(calls)}) or capture the part of the model that is seen "
             remedy += "(such as its decoder)"

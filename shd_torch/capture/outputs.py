@@ -88,7 +88,7 @@ class ProjectionWatch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model_name = type(model).__name__
-        self._found: list[tuple[RawCall, Projection]] = []
+        self._projections: list[tuple[RawCall, Projection]] = []
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def find(self, layer: int, call: RawCall, known: Mapping[int, Tensor]) -> Projection:
@@ -97,7 +97,7 @@ class ProjectionWatch(TorchFunctionMode):
             return Projection(known[layer], is_linear=False)
         if call.projection is not None:
             return self._name(Projection(call.projection))
-        projections = [projection for recorded, projection in self._found if recorded is call]
+        projections = [projection for recorded, projection in self._projections if recorded is call]
         who, rule = f"attention call {layer} of {self._model_name}", "hand its output to one output projection"
         advice = f"merge adapters into it, or give W_o (H_t * d_v, D) as output_projections={{{layer}: ...}}"
         need(len(projections) == 1, "capture-failed", who, rule, len(projections), remedy=advice)
@@ -110,7 +110,7 @@ class ProjectionWatch(TorchFunctionMode):
         call = last_call()
         # This code runs outside of the mode, so that looking is not looked at.
         if product is not None and call is not None and _is_output(product[0], call.output):
-            self._found.append((call, self._name(product[1])))
+            self._projections.append((call, self._name(product[1])))
         return func(*args, **(kwargs or {}))
 
     def _name(self, projection: Projection) -> Projection:

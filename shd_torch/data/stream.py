@@ -57,12 +57,12 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         need(again, "argument-value", "data", "be an iterable that can be iterated again", got, remedy=remedy)
         self.data = data
         self._epoch = _make_shared()
-        self._heard = 0  # the epoch that this process's data were told of
-        self._place: tuple[int, int] | None = None  # rank and ranks, for a worker that cannot ask
+        self._data_epoch = 0  # that this process has set in its data
+        self._rank: tuple[int, int] | None = None  # and how many there are, where a worker cannot know
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned, not forked, does not know which rank started it.
-        return self.__dict__ | {"_place": _find_rank() or self._place}
+        return self.__dict__ | {"_rank": _find_rank() or self._rank}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -71,8 +71,8 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
 
     def __iter__(self) -> Iterator[tuple[Any, SampleRecord]]:
         epoch = int(self._epoch)
-        if epoch != self._heard:  # in a worker, whose data were there before the epoch was set
-            self._heard = epoch
+        if epoch != self._data_epoch:  # in a worker, whose data were there before the epoch was set
+            self._data_epoch = epoch
             self.data.set_epoch(epoch)  # type: ignore[attr-defined]  # an epoch is only set where there is one
         rank, ranks, worker, workers = self._find_share()
         for number, sample in islice(self._rank_share(rank, ranks), worker, None, workers):
@@ -90,7 +90,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         """
         if hasattr(self.data, "set_epoch"):
             self._epoch.fill_(epoch)
-            self._heard = epoch
+            self._data_epoch = epoch
             self.data.set_epoch(epoch)
 
     def _rank_share(self, rank: int, ranks: int) -> Iterator[tuple[int, Any]]:
@@ -115,7 +115,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         """This process's rank, how many there are, its worker's number in the rank, and how many there are."""
         worker = get_worker_info()
         of_worker = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return *(_find_rank() or self._place or (0, 1)), *of_worker
+        return *(_find_rank() or self._rank or (0, 1)), *of_worker
 
 
 def _make_shared() -> Tensor:

@@ -22,15 +22,15 @@ class SeenEmbeddings:
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._left = MOST_TEXTS
+        self._room = MOST_TEXTS
 
     def add(self, teacher: Tensor, student: Tensor) -> None:
-        first = [side[: self._left].detach().to("cpu", torch.float32) for side in (teacher, student)]
+        first = [side[: self._room].detach().to("cpu", torch.float32) for side in (teacher, student)]
         self._pairs.append((first[0], first[1]))
-        self._left -= len(first[0])
+        self._room -= len(first[0])
 
     def agreement(self) -> EmbeddingAgreement | None:
-        if MOST_TEXTS - self._left < 3:
+        if MOST_TEXTS - self._room < 3:
             return None
         teacher, student = (torch.cat(side) for side in zip(*self._pairs, strict=True))
         return compare_embeddings(teacher, student)

@@ -68,12 +68,3 @@ def test_a_draw_is_each_samples_own() -> None:
     assert np.bincount(many.t).min() > 400
     assert abs(many.noise.mean()) < 0.1
     assert abs(many.noise.std() - 1) < 0.1
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [({"seeds": [-1]}, "seeds must be an integer"), ({"steps": 0}, "steps must be an integer")],
-)
-def test_a_draw_refuses(keywords: dict[str, object], message: str) -> None:
-    with pytest.raises(ShdError, match=message):
-        draw_diffusion(**{"seeds": [1], "shape": (1,), **keywords})  # type: ignore[arg-type]

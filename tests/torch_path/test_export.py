@@ -128,15 +128,6 @@ def test_dynamic_axes_may_be_named(tmp_path: Path) -> None:
     assert report.inputs == {"tokens": (2, "length"), "scale": (2, "length", 1)}
 
 
-def test_half_precision(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, images = PlainViT(num_layers=1).half(), torch.randn(2, 3, 16, 16).half()
-    report = export_teacher(model, [images], tmp_path / "half.onnx")
-    assert report.tolerance is not None
-    assert report.tolerance >= 4e-3
-    assert next(model.parameters()).dtype == torch.float16
-
-
 @pytest.fixture
 def files_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """From how many bytes on weights have a file of their own."""

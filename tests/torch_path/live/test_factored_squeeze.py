@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.binding.kl_cases import make_case
 from support.binding.twins import assert_agrees, row_mask, to_float64
-from support.refusals import refusal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -172,26 +171,3 @@ def test_printed_rule_and_sinks() -> None:
         assert_agrees(actual.mixing, expected.mixing, "float64", "alpha")
         assert_agrees(actual.residual, expected.residual, "float64", "residual")
         np.testing.assert_allclose(to_float64(actual.supervision.mass()), expected.probs.sum(-1), atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"values": torch.zeros(2, 7, 11, 5)}, "argument-shape"),
-        ({"values": torch.full((2, 7, 12, 5), torch.nan)}, "not-finite"),
-        ({"output_projection": torch.zeros(34, 16)}, "argument-shape"),
-        ({"query_mask": torch.ones(2, 11, dtype=torch.bool)}, "argument-shape"),
-        ({"num_student_heads": 8}, "heads-exceed"),
-        ({"strategy": "best"}, "argument-value"),
-    ],
-)
-def test_refuses(changes: dict[str, Any], code: str) -> None:
-    teacher, values, projection, _ = teacher_case()
-    arguments: dict[str, Any] = {
-        "teacher": teacher,
-        "values": values,
-        "output_projection": projection,
-        "num_student_heads": 2,
-    }
-    with refusal(code):
-        squeeze_factored(**arguments | changes)
