@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention  # the function itself: captures replace its name
+from torch.nn.utils.parametrizations import orthogonal
 from torch.overrides import TorchFunctionMode
 
 from shd_ref.layers import layer_map
@@ -30,7 +31,7 @@ from shd_torch.live import OnlineTeacher, layer_kls
 from shd_torch.live.online import OnlineSupervision, eval_mode
 from shd_torch.maps import shd_loss, softmax
 from shd_torch.maps.alpha import gram_of_products, split_projection
-from shd_torch.recipes import SHD, OrthogonalProjection, Term
+from shd_torch.recipes import SHD, Term
 from shd_torch.supervision.factored import Factored
 
 Pairs = tuple[tuple[int, int], ...]
@@ -301,6 +302,11 @@ def make_mlp(student: int, teacher: int) -> nn.Module:
     return nn.Sequential(nn.Linear(student, teacher), nn.GELU(), nn.Linear(teacher, teacher))
 
 
+def make_orthogonal(student: int, teacher: int) -> nn.Module:
+    """A matrix that stays orthonormal, as the exponential of a skew-symmetric one, cut to size."""
+    return orthogonal(nn.Linear(student, teacher, bias=False), orthogonal_map="matrix_exp")
+
+
 def output_mse(pair: LayerPair, mask: Tensor | None) -> Tensor:
     """The same on what attention returns before its output projection, ``A V`` with heads side by side."""
     sides = [_attention_output(call) for call in (pair.student, pair.teacher)]
@@ -359,7 +365,7 @@ RIVALS: dict[str, Kind] = {
     "mean_ce": Kind(mean_ce, "one"),
     "linear_projector": Kind(projected_mse, "hidden", make_part=nn.Linear),
     "mlp_projector": Kind(projected_mse, "hidden", make_part=make_mlp),
-    "orthogonal_projector": Kind(orthogonal_l1, "hidden", make_part=OrthogonalProjection),
+    "orthogonal_projector": Kind(orthogonal_l1, "hidden", make_part=make_orthogonal),
     "self_correlation": Kind(self_correlation, "hidden"),
     "attention_output": Kind(output_mse, "heads", make_part=nn.Linear),
     "attention_copy": Kind(None, "merged", copies=True),

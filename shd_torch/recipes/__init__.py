@@ -10,7 +10,7 @@ worth in the loss and in the gradient. Imports ``kd``, ``live`` and ``capture``;
 """
 
 from shd_torch.recipes.diffusion import DiffusionDraw, diffusion, draw_diffusion, linear_betas, noised
-from shd_torch.recipes.features import OrthogonalProjection, ViTKD, vkd
+from shd_torch.recipes.features import ViTKD
 from shd_torch.recipes.logits import babyllama, cross_entropy, deit_hard, deit_soft, gkd, image_kd, language_kd, nkd
 from shd_torch.recipes.minillm import Rollout, TeacherMixture, minillm_advantages, minillm_policy, minillm_rollout
 from shd_torch.recipes.terms import SHD, ScaleReport, Term, Terms, scale_report
@@ -18,7 +18,6 @@ from shd_torch.recipes.terms import SHD, ScaleReport, Term, Terms, scale_report
 __all__ = [
     "SHD",
     "DiffusionDraw",
-    "OrthogonalProjection",
     "Rollout",
     "ScaleReport",
     "TeacherMixture",
@@ -41,5 +40,4 @@ __all__ = [
     "nkd",
     "noised",
     "scale_report",
-    "vkd",
 ]

@@ -1,4 +1,4 @@
-"""Recipes on features: ViTKD mimics and generates, VkD projects orthogonally."""
+"""A recipe on features: ViTKD mimics the first layers and generates removed tokens of the last."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils.parametrizations import orthogonal
 
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
-from shd_torch.checks import check_real, check_shape, check_shapes, compute_dtype, without_autocast
-from shd_torch.kd import kd_loss
-from shd_torch.kd.chunks import Targets
-from shd_torch.recipes.logits import prepare
-from shd_torch.recipes.terms import SHD, Term, Terms, check_weight, join, label_loss
+from shd_torch.checks import check_real, check_shape, compute_dtype
+from shd_torch.recipes.terms import SHD, Term, Terms, check_weight, join
 
 
 class ViTKD(nn.Module):
@@ -127,92 +122,3 @@ def _as_picture(tokens: Tensor, grid: tuple[int, int] | None) -> Tensor:
         rule = f"grid must hold the {count} patch tokens, in rows and columns"
         raise ShdError("argument-shape", f"{rule}; got {grid or 'none, and no square'}")
     return tokens.mT.reshape(len(tokens), -1, height, width)
-
-
-LAYER_NORM_EPSILON = 1e-5
-
-
-class OrthogonalProjection(nn.Module):
-    """A trained matrix ``(D_t, D_s)`` whose rows or columns stay orthonormal.
-
-    It is the exponential of a skew-symmetric matrix, cut to size (PyTorch's parametrisation), so that it preserves
-    lengths and angles and cannot learn in place of the student's features.
-    """
-
-    def __init__(self, student_dim: int, teacher_dim: int) -> None:
-        super().__init__()
-        self.linear = orthogonal(nn.Linear(student_dim, teacher_dim, bias=False), orthogonal_map="matrix_exp")
-
-    @property
-    def matrix(self) -> Tensor:
-        """W ``(D_t, D_s)``, attached to its parameters."""
-        weight = self.linear.weight
-        assert isinstance(weight, Tensor)
-        return weight
-
-    def forward(self, features: Tensor) -> Tensor:
-        """``(..., D_s)`` to ``(..., D_t)``."""
-        return F.linear(features, self.matrix)
-
-
-@without_autocast
-def vkd(
-    student_logits: Tensor,
-    labels: Tensor,
-    distillation_logits: Tensor,
-    targets: Targets,
-    student_features: Tensor,
-    teacher_features: Tensor,
-    projection: Tensor,
-    *,
-    kd_weight: float = 1.0,
-    feature_weight: float = 1.0,
-    temperature: float = 1.0,
-    shd: SHD | None = None,
-    check: bool = True,
-) -> Terms:
-    """``CE + g T^2 mean KL(P || Q_dist) + a SmoothL1(W pool(S), LN(pool(T)))``.
-
-    ``SmoothL1(x)`` is ``x^2 / 2`` where ``|x| < 1``, else ``|x| - 1/2``; pool is the mean over positions, and LN has
-    no parameters and an epsilon of 1e-5.
-    Every row counts; the first two terms are means over B, the third is one over B and D_t. Weights need not sum to
-    one. Defaults are those of VkD's ImageNet training (a = g = T = 1; its ``engine.py``). Logits and labels are those
-    of ``deit_soft``; ``shd`` needs a transformer teacher (the published one is convolutional).
-
-    Args:
-        student_features: patch tokens after the final norm ``(B, N, D_s)``, class and distillation token left out.
-        teacher_features: a convolutional teacher's last features ``(B, D_t, h, w)``, or tokens ``(B, M, D_t)``.
-        projection: W ``(D_t, D_s)`` with orthonormal rows or columns, as of ``OrthogonalProjection(...).matrix``.
-        kd_weight: g.
-        feature_weight: a.
-
-    Returns:
-        The terms ``cross_entropy`` (1), ``kd`` (g) and ``features`` (a).
-    """
-    weights = check_weight("kd_weight", kd_weight), check_weight("feature_weight", feature_weight)
-    logits, checked = prepare(student_logits, labels, distillation_logits, all_count="vkd", check=check)
-    soft = kd_loss(targets, distillation_logits, temperature=temperature, check=check)
-    check_real(student_features, "student_features", check=check, ndim=3)
-    check_real(teacher_features, "teacher_features", check=check)
-    check_real(projection, "projection", check=check, ndim=2)
-    dtype = compute_dtype(student_features, projection)
-    student = student_features.to(dtype).mean(1)
-    teacher = _pool(teacher_features.detach().to(student.device, dtype))
-    fit = tuple(projection.shape) == (teacher.shape[-1], student.shape[-1]) and len(student) == len(teacher)
-    rule = "projection must be (D_t, D_s), and both features of one batch"
-    check_shapes(fit, rule, projection, teacher_features, student_features)
-    target = F.layer_norm(teacher, teacher.shape[-1:], eps=LAYER_NORM_EPSILON)
-    features = F.smooth_l1_loss(F.linear(student, projection.to(dtype)), target)
-    return join(
-        shd,
-        cross_entropy=Term(label_loss(logits, checked), 1.0),
-        kd=Term(soft, weights[0]),
-        features=Term(features, weights[1]),
-    )
-
-
-def _pool(features: Tensor) -> Tensor:
-    """One vector a sample ``(B, D_t)``: the mean over positions."""
-    rule = "teacher_features must be (B, D_t, h, w), or tokens (B, M, D_t)"
-    check_shapes(features.ndim in (3, 4), rule, features)
-    return features.mean(1) if features.ndim == 3 else features.mean((2, 3))
