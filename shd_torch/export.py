@@ -104,11 +104,7 @@ def export_teacher(
 
 
 def export_student(
-    model: nn.Module,
-    example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
-    path: str | os.PathLike[str],
-    *,
-    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    model: nn.Module, example_inputs: Tensor | Sequence[Tensor] | Mapping[str, Tensor], path: str | os.PathLike[str]
 ) -> ExportReport:
     """Write a trained model as ONNX with one fused operator for each attention, and check it.
 
@@ -118,18 +114,17 @@ def export_student(
         model: as in ``export_teacher``; a Hugging Face model is exported with "sdpa" attention.
         example_inputs: as in ``export_teacher``.
         path: as in ``export_teacher``.
-        dynamic: as in ``export_teacher``.
 
     Raises:
         ShdError: as ``export_teacher``.
     """
     fused, plain = FUSED_OPSETS
     try:
-        return _export(model, example_inputs, path, dynamic, fused, "sdpa")
+        return _export(model, example_inputs, path, None, fused, "sdpa")
     except ShdError as error:
         if error.code != "export-failed":
             raise
-    return _export(model, example_inputs, path, dynamic, plain, "sdpa")
+    return _export(model, example_inputs, path, None, plain, "sdpa")
 
 
 def _export(
