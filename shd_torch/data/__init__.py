@@ -4,7 +4,7 @@ A data set (``dataset.py``) or a stream (``stream.py``) gives pairs of a sample 
 the samples' batch and the records in one buffer. Imports ``supervision`` and ``shd_ref.cache``.
 """
 
-from shd_torch.data.dataset import SupervisedDataset, check_cache, read_texts
+from shd_torch.data.dataset import SupervisedDataset, read_texts
 from shd_torch.data.stream import SupervisedStream
 
-__all__ = ["SupervisedDataset", "SupervisedStream", "check_cache", "read_texts"]
+__all__ = ["SupervisedDataset", "SupervisedStream", "read_texts"]

@@ -258,33 +258,6 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
         return self._augment(self.data[index], self._seeds[index])
 
 
-def check_cache(
-    cache: CacheReader,
-    *,
-    num_student_heads: int | None = None,
-    num_student_layers: int | None = None,
-    temperature: float | None = None,
-) -> None:
-    """Refuse a cache that was made for another student, before the first step.
-
-    It must make as many attention calls as the cache was made for, unless explicit pairs left that open; a cache of
-    queries and keys serves any temperature of the loss.
-
-    Raises:
-        ShdError: ``cache-mismatch`` naming what differs.
-    """
-    form = cache.manifest.attention
-    advice = f"--student-layers {num_student_layers}, or with --layer-pairs where some are not to be taught"
-    for name, of_student, of_cache, remedy in (
-        ("num_student_heads", num_student_heads, form.num_student_heads, "precompute one for this student"),
-        ("num_student_layers", num_student_layers, form.num_student_layers, f"precompute with {advice}"),
-        ("temperature", temperature, form.bound_temperature, "precompute one for this student"),
-    ):
-        fits = None in (of_student, of_cache) or of_student == of_cache
-        rule = f"be {of_cache!r}, as {cache.folder} was made for"
-        need(fits, "cache-mismatch", name, rule, repr(of_student), remedy=remedy, spec_id="CACHE-104")
-
-
 def read_texts(
     path: str | Path,
     tokenizer: Callable[..., Mapping[str, Any]],

@@ -20,7 +20,7 @@ from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_output
-from shd_torch.data.dataset import CacheJoin, SupervisedDataset, check_cache
+from shd_torch.data.dataset import CacheJoin, SupervisedDataset
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.live.online import OnlineSupervision, OnlineTeacher
 from shd_torch.supervision.supervision import Taught, unite_layers
@@ -166,13 +166,18 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _check_cache(self, cache: CacheReader) -> None:
         """Refuse a cache for another student before the first step, as far as the student's config says."""
-        config = getattr(self._student, "config", None)
+        form, config = cache.manifest.attention, getattr(self._student, "config", None)
         # Where they differ by layer, the first forward pass counts them.
         heads = None if getattr(config, "layer_sizes", None) else getattr(config, "num_attention_heads", None)
         # Of an encoder-decoder this is the encoder's alone: its kinds are counted in the first forward pass.
-        layers = None if cache.manifest.attention.kinds else _count_attention(config)
-        temperature = self.kl.get("temperature", 1.0)
-        check_cache(cache, num_student_heads=heads, num_student_layers=layers, temperature=temperature)
+        layers = None if form.kinds else _count_attention(config)
+        advice = f"precompute with --student-layers {layers}, or with --layer-pairs where some are not to be taught"
+        for name, of_student, of_cache, remedy in (
+            ("num_student_heads", heads, form.num_student_heads, "precompute one for this student"),
+            ("num_student_layers", layers, form.num_student_layers, advice),
+        ):
+            fits, rule = None in (of_student, of_cache) or of_student == of_cache, f"be {of_cache}, as {cache.folder}"
+            need(fits, "cache-mismatch", name, f"{rule} was made for", of_student, remedy=remedy, spec_id="CACHE-104")
 
     def _check_recipe(self, recipe: Recipe, kd: KdTerm | None) -> None:
         """Refuse what would be a second base loss, or a second term on logits."""

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from shd_ref.cache import CacheReader, SampleInputs, dataset_fingerprint
 from shd_torch import ShdError, SupervisedDataset, SupervisedStream
-from shd_torch.data import check_cache
 
 NUM_SAMPLES = 11
 
@@ -212,17 +211,6 @@ def test_augmentation_is_replayed_from_the_stored_seeds(tmp_path: Path, on_error
 def test_augmentation_needs_seeds(tmp_path: Path) -> None:
     with pytest.raises(ShdError, match="has none: precompute with --seed-column"):
         SupervisedDataset(Plain([0]), write_cache(tmp_path, job(NUM_SAMPLES)), augment=replay)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "text"),
-    [({"num_student_heads": 3}, "num_student_heads must be 2"), ({"temperature": 2.0}, "temperature must be 1.0")],
-)
-def test_another_students_cache_is_refused(tmp_path: Path, wanted: dict[str, Any], text: str) -> None:
-    reader = CacheReader(write_cache(tmp_path, job(NUM_SAMPLES)))
-    check_cache(reader, num_student_heads=2, num_student_layers=3, temperature=1.0)
-    with refusal("cache-mismatch", text):
-        check_cache(reader, **wanted)
 
 
 @pytest.mark.gpu

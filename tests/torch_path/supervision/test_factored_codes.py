@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shd_ref.cache import FACTORED_CODECS, CacheReader, CacheWriter, Factors, codec_error
 from shd_torch import ShdError, SupervisedDataset
-from shd_torch.data import check_cache
 from shd_torch.supervision import CachedSupervision
 from shd_torch.supervision.cached import pack_records
 
@@ -84,7 +83,6 @@ def test_windows_and_padding_in_front(tmp_path: Path, codec: str, support: str) 
 
 def test_every_temperature_is_right(tmp_path: Path) -> None:
     reader = convex(tmp_path, codec="float16")
-    check_cache(reader, temperature=3.0)
     (first, _) = batch_of(reader, (4,)).supervise()
     queries, keys = (
         torch.from_numpy(part)[None] for part in reader.manifest.attention.decode_factors(reader.read(key_of(4)), 1)

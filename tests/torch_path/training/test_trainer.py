@@ -24,8 +24,8 @@ def test_what_is_refused(trainer_cache: Path, tmp_path: Path) -> None:
     joined = SupervisedDataset(make_samples(), trainer_cache)
     with refusal("cache-mismatch", "num_student_heads must be 2"):
         make_trainer(tmp_path, train=joined, model=make_model(4, seed=2), beta=0.1)
-    with refusal("cache-mismatch", r"temperature must be 1\.0, as .*; got 2\.0"):
-        make_trainer(tmp_path, train=joined, beta=0.5, kl={"temperature": 2.0})
+    with refusal("argument-value", "temperature must be 1, which the maps were softened with.*--temperature 2"):
+        make_trainer(tmp_path, train=joined, beta=0.5, kl={"temperature": 2.0}).train()
     collate = SupervisedCollator(pad, joined.cache.manifest, joined.layers)
     assert set(collate([make_samples()[0]])) == {"input_ids", "attention_mask", "labels"}
     left = SupervisedCollator(
