@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
 from shd_ref.layers import layer_map as pair_layers
-from shd_ref.merging.plans import check_count
+from shd_ref.merging.plans import PLAN_KINDS, check_count
 from shd_torch.capture.capture import AttentionCall, Captured
 from shd_torch.capture.layers import Layer, SameLayers, check_calls, check_every_layer, check_single, number_layers
 from shd_torch.capture.outputs import Projection, ProjectionWatch, read_hidden_states, read_logits, without
 from shd_torch.capture.taps import RawCall, never_compiled, record, run_eagerly
+from shd_torch.checks import check_option
 from shd_torch.kl.backends import attention_kl
 from shd_torch.live.squeeze import FactoredSqueeze, squeeze_factored
 from shd_torch.maps.mixing import check_strategy
@@ -113,6 +114,8 @@ class OnlineTeacher:
         self.num_student_heads = num_student_heads
         self._layer_map = _read_layer_map(layer_map)
         self._merging = {"strategy": strategy, "alpha_rule": alpha_rule}
+        if isinstance(plan, str):
+            check_option("plan", plan, PLAN_KINDS, "PLAN-1")
         if isinstance(plan, Mapping):
             _check_plans(plan, self._layer_map)
         self._plan = plan

@@ -275,6 +275,7 @@ def test_a_student_may_teach_itself() -> None:
         ({"layer_map": [(0, -1)]}, "layers-invalid", "pairs must lie in"),
         ({"layer_map": [(0, 0), (0, 1)]}, "layers-invalid", "student layer 0 once"),
         ({"strategy": "best"}, "argument-value", "strategy must be one of"),
+        ({"plan": "random"}, "argument-value", "plan must be one of"),
     ],
 )
 def test_arguments_are_checked_before_any_batch(changes: dict[str, Any], code: str, message: str) -> None:
@@ -285,9 +286,8 @@ def test_arguments_are_checked_before_any_batch(changes: dict[str, Any], code: s
 
 def test_what_does_not_fit_is_refused() -> None:
     images = torch.randn(1, 3, 16, 16)
-    for plan, message in (("random", "teacher layer 0: plan must be one of"), ([[(0, 0)]], "got 0 twice")):
-        with pytest.raises(ShdError, match=message):
-            OnlineTeacher(PlainViT(), 2, 2, plan=plan)(images)
+    with refusal("plan-invalid", "teacher layer 0: .*got 0 twice"):
+        OnlineTeacher(PlainViT(), 2, 2, plan=[[(0, 0)], [(0, 1)]])(images)
     for arguments, code in (
         ((NUM_HEADS + 1, 2), "heads-exceed"),
         ((2, 3), "layers-invalid"),
