@@ -10,7 +10,6 @@ from torch import Tensor
 
 from shd_ref.cache.forms.rows import POOLINGS
 from shd_ref.errors import need
-from shd_ref.integers import check_integer
 from shd_torch.checks import check_mask, check_option, check_real, check_shapes, compute_dtype, without_autocast
 from shd_torch.kd.chunks import hidden_loss, unit
 
@@ -19,6 +18,7 @@ DISTANCES: Final[tuple[str, ...]] = ("cosine", "mse", "similarity")
 MOST_TEXTS: Final = 2048
 """Texts that are compared with each other at once: two million pairs."""
 _LEAST_TEXTS: Final = 3
+_NEIGHBOURS: Final = 10
 
 
 @without_autocast
@@ -103,34 +103,30 @@ class EmbeddingAgreement:
     Attributes:
         spearman: rank correlation between the cosines that both give all pairs of two texts, in [-1, 1]; 0 where
             all pairs are alike to one of them.
-        neighbours: mean share of a text's ``k`` nearest others by the teacher's cosine that are among the student's,
+        neighbours: mean share of a text's ten nearest others by the teacher's cosine that are among the student's,
             in [0, 1].
         index: the same where the student's embedding searches among the teacher's of the other texts, as in an index
             that the teacher made; None where widths differ.
-        k: neighbours of each text, fewer where there are no more texts.
     """
 
     spearman: float
     neighbours: float
     index: float | None
-    k: int
 
 
 @without_autocast
-def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> EmbeddingAgreement:
+def compare_embeddings(teacher: Tensor, student: Tensor) -> EmbeddingAgreement:
     """How far two models agree on which texts are alike; their widths may differ.
 
     Args:
         teacher: ``(N, D_t)``, with N from 3 to 2048: take a sample of more texts, as all pairs are held in memory.
         student: ``(N, D_s)``, of the same texts.
-        k: neighbours to compare, at least 1.
 
     Raises:
         ShdError: ``argument-value``, ``argument-shape``, ``argument-dtype``, ``not-finite``.
 
     Source: silent. Specification: silent.
     """
-    check_integer("k", k, 1, None)
     for name, vectors in (("teacher", teacher), ("student", student)):
         check_real(vectors, name, check=True, ndim=2)
     check_shapes(len(teacher) == len(student), "teacher and student must embed the same texts", teacher, student)
@@ -140,13 +136,13 @@ def compare_embeddings(teacher: Tensor, student: Tensor, *, k: int = 10) -> Embe
     sides = [_cosines(vectors.detach().to(torch.float64)) for vectors in (teacher, student.to(teacher.device))]
     above = torch.ones_like(sides[0], dtype=torch.bool).triu(1)
     spearman = rank_correlation(*(cosines[above] for cosines in sides))
-    k = min(k, count - 1)
+    k = min(_NEIGHBOURS, count - 1)
     expected, actual = (_nearest(cosines, k) for cosines in sides)
     shared, index = float((expected & actual).sum()) / (k * count), None
     if teacher.shape == student.shape:
         first, second = (unit(side.detach().to(torch.float64)) for side in (teacher, student.to(teacher.device)))
         index = float((expected & _nearest(second @ first.T, k)).sum()) / (k * count)
-    return EmbeddingAgreement(spearman, shared, index, k)
+    return EmbeddingAgreement(spearman, shared, index)
 
 
 def _nearest(cosines: Tensor, k: int) -> Tensor:
