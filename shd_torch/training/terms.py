@@ -151,14 +151,10 @@ class KdTerm(Term):
 
     Attributes:
         weight: a number of at least 0, or a function of progress in [0, 1] such as ``BetaSchedule``.
-        temperature: T of both sides; None: the targets' temperature if they have one, else 1.
-        divergence: ``"kl"``, ``"reverse_kl"``, ``"jsd"`` or ``"cross_entropy"``.
-        mixing: the m of ``jsd``.
-        t_squared: multiply by T^2, so that the balance with the student's loss does not depend on T.
+        temperature, divergence, mixing, t_squared, vocab_size: as for ``kd_loss``.
         rows: which rows count: ``"positions"`` of the attention mask, those whose label counts (``"labels"``), or
             those whose next label counts (``"next_labels"``, as in causal language modelling). For a classifier,
             whose logits have no position axis, every sample counts.
-        vocab_size: number of classes to read on both sides; the others are padding.
         exact: learn from the cache's last states and the teacher's head (``shd precompute --hidden last``), over the
             whole vocabulary; the head is on the device, and its logits are made some rows at a time.
 
