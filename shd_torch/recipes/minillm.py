@@ -7,7 +7,6 @@ pre-training text a cache will do."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -47,8 +46,6 @@ class TeacherMixture:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The logarithm of the mixture ``(B, V)``, of the student's scores and the text so far ``(B, n)``."""
         student = scores.float().log_softmax(-1)
-        if self.mix == 0:
-            return student
         arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if self.attention_mask is not None:
             mask = self.attention_mask.to(input_ids.device)
@@ -56,9 +53,8 @@ class TeacherMixture:
             mask = arguments["attention_mask"] = torch.cat((mask, sampled), 1)
             arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
         teacher: Tensor = self.teacher(**arguments).logits[:, -1].float().log_softmax(-1).to(student.device)
-        if self.mix == 1:
-            return teacher
-        return torch.logaddexp(math.log1p(-self.mix) + student, math.log(self.mix) + teacher)
+        shares = student.new_tensor([1 - self.mix, self.mix]).log()
+        return torch.logaddexp(shares[0] + student, shares[1] + teacher)
 
 
 WHITENINGS: tuple[str, ...] = ("biased", "unbiased", "none")

@@ -239,9 +239,8 @@ class HiddenTerm(Term):
             of block k; each of the student's at most once.
         weight: as of ``KdTerm``.
         distance: ``"mse"``, ``"cosine"`` or ``"normalized_mse"``.
-        projectors: from the student's width to the teacher's: a module for all pairs, or modules by student number;
-            None creates a linear layer per pair with different widths. They are trained with the student, and saved
-            in checkpoints in a separate file.
+        projectors: from the student's width to the teacher's, modules by student number; None creates a linear layer
+            per pair with different widths. They are trained with the student, and saved in a file of their own.
 
     Raises:
         ShdError: ``argument-value``, ``layers-invalid``.
@@ -254,7 +253,7 @@ class HiddenTerm(Term):
     pairs: Sequence[tuple[int, int]] = ()
     weight: Weight = 1.0
     distance: str = "mse"
-    projectors: nn.Module | Mapping[int, nn.Module] | None = None
+    projectors: Mapping[int, nn.Module] | None = None
 
     def __post_init__(self) -> None:
         read_weight(self.weight)
@@ -284,9 +283,6 @@ class HiddenTerm(Term):
         self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
     ) -> Mapping[int, nn.Module]:
         """The term's own modules, or a linear layer for each pair of different widths, as far as they are known."""
-        students = [student for student, _ in self.pairs]
-        if isinstance(self.projectors, nn.Module):
-            return dict.fromkeys(students, self.projectors)
         if self.projectors is not None:
             return self.projectors
         stored = None if manifest is None else manifest.hidden

@@ -129,7 +129,7 @@ def test_projectors_of_the_users_own(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "train": make_samples(),
         "teacher": live(hidden_layers=[1, 2]),
-        "hidden": HiddenTerm([(1, 1), (2, 2)], projectors=shared),
+        "hidden": HiddenTerm([(1, 1), (2, 2)], projectors={1: shared, 2: shared}),
     }
     trainer = make_trainer(tmp_path, arguments={**WHOLE, "save_strategy": "steps", "save_steps": 1}, **given)
     start = shared.weight.detach().clone()
