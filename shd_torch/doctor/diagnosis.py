@@ -283,12 +283,10 @@ class Verdict:
     Attributes:
         answer: ``yes``, ``probably not`` or ``no``.
         because: in a sentence.
-        rests_on: ``probe`` or ``configuration``: the strongest evidence.
     """
 
     answer: str
     because: str
-    rests_on: str
 
 
 @dataclass(frozen=True)
@@ -384,32 +382,32 @@ def judge(
     failure: str | None,
 ) -> Verdict:
     """What was tried decides before what is known of other pairs; what makes it impossible decides before all."""
-    rests_on = "configuration"
-    for effect, answer in ((BLOCKS, NO), (HURTS, UNLIKELY)):
-        if effect == HURTS:
-            if failure is not None:
-                return Verdict(NO, f"the pair cannot be run together: {failure}", rests_on)
-            if probe is not None:
-                return Verdict(*_of_probe(probe), "probe")
-        with_effect = [difference for difference in differences if difference.effect == effect]
-        if with_effect:
-            first, count = with_effect[0], f" and {len(with_effect) - 1} more" if len(with_effect) > 1 else ""
-            summary = f"they differ in {first.part}{count} (teacher {first.teacher}, student {first.student})"
-            return Verdict(answer, f"{summary}: {first.remedy}", rests_on)
+    blocking, hurting = (
+        [difference for difference in differences if difference.effect == effect] for effect in (BLOCKS, HURTS)
+    )
+    if blocking:
+        return Verdict(NO, _say_differences(blocking))
+    if failure is not None:
+        return Verdict(NO, f"the pair cannot be run together: {failure}")
+    if probe is not None:
+        run = f"{probe.steps} steps and {probe.seeds} seeds"
+        if not probe.is_distinguishable:
+            return Verdict(UNLIKELY, f"what it gains in {run} is not significant")
+        answer, verb = (YES, "lowers") if probe.gain > 0 else (NO, "raises")
+        return Verdict(answer, f"it {verb} the held-out {probe.measure} by more than the interval over {run}")
+    if hurting:
+        return Verdict(UNLIKELY, _say_differences(hurting))
     if is_sentence_encoder:
         # Students of MiniLM, in benchmarks/dozen.toml: no gain from squeezed layers, a loss from random ones.
-        return Verdict(UNLIKELY, "sentence encoders gained nothing from SHD, or lost: see --probe", rests_on)
+        return Verdict(UNLIKELY, "sentence encoders gained nothing from SHD, or lost: see --probe")
     if is_squeezed:
-        return Verdict(UNLIKELY, "a squeezed start already has most of the benefit of SHD: see --probe", rests_on)
-    return Verdict(YES, "no obstacle in the configurations; --probe tries it", rests_on)
+        return Verdict(UNLIKELY, "a squeezed start already has most of the benefit of SHD: see --probe")
+    return Verdict(YES, "no obstacle in the configurations; --probe tries it")
 
 
-def _of_probe(probe: Probe) -> tuple[str, str]:
-    run = f"{probe.steps} steps and {probe.seeds} seeds"
-    if not probe.is_distinguishable:
-        return UNLIKELY, f"what it gains in {run} is not significant"
-    answer, verb = (YES, "lowers") if probe.gain > 0 else (NO, "raises")
-    return answer, f"it {verb} the held-out {probe.measure} by more than the interval over {run}"
+def _say_differences(differences: Sequence[Difference]) -> str:
+    first, count = differences[0], f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+    return f"they differ in {first.part}{count} (teacher {first.teacher}, student {first.student}): {first.remedy}"
 
 
 def _read(data: Arrays, teacher: Parts, student: Parts) -> dict[str, Tensor]:
