@@ -19,7 +19,6 @@ from shd_ref.errors import ShdError, need
 from shd_ref.teacher.sources import open_source
 from shd_ref.teacher.sources.text import GROUPS_COLUMN
 from shd_ref.tokens import span_groups
-from shd_torch.checks import check_option
 from shd_torch.supervision.cached import CachedSupervision, pack_records, taught_layers
 
 ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
@@ -80,11 +79,9 @@ class CacheJoin:
         cache: CacheReader | str | Path,
         model_inputs: Callable[[Any], ModelInputs] | None,
         layers: Sequence[int] | None,
-        skipped: str,
         logits: bool,
         hidden: Iterable[int] | None,
     ) -> None:
-        check_option("skipped", skipped, ("error", "drop"), "CACHE-51")
         self.cache = cache if isinstance(cache, CacheReader) else CacheReader(cache)
         manifest = self.cache.manifest
         self.layers = taught_layers(manifest, layers)
@@ -92,7 +89,6 @@ class CacheJoin:
         stored = [] if manifest.hidden is None else manifest.hidden.teacher_layers
         self.hidden_layers = tuple(stored if hidden is None else sorted(set(hidden)))
         self._model_inputs = model_inputs
-        self._drops = skipped == "drop"
 
     def collate(self, batch: Sequence[tuple[Any, SampleRecord]]) -> tuple[Any, CachedSupervision]:
         """For a ``DataLoader``: the samples by PyTorch's default collation, the records in one buffer."""
@@ -127,13 +123,10 @@ class CacheJoin:
     def _record(self, key: str) -> SampleRecord:
         return self.cache.read(key, self.layers, logits=self.logits is not None, hidden=self.hidden_layers)
 
-    def _is_dropped(self, key: str) -> bool:
-        return self._drops and key in self.cache.skipped
-
     def _advice(self, key: str) -> str:
         """The key of a sample that the cache lacks, and what to do about it."""
         reason = self.cache.skipped.get(key)
-        advice = "precompute from these very inputs" if reason is None else f'{reason}; skipped="drop" leaves it out'
+        advice = "precompute from these very inputs" if reason is None else f"{reason}: leave it out of the data"
         return f"key {key}: {advice}"
 
 
@@ -154,7 +147,6 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
         augment: function from a sample and its seed to the sample that the teacher saw, for a cache with seeds:
             sample i gets the seed of the i-th precomputed sample. It must depend only on its arguments; records are
             found by the hash of its result, so a different order of samples is detected.
-        skipped: ``"error"``, or ``"drop"``: samples on which the teacher failed are omitted.
         logits: whether to read the teacher's logits, if the cache has them.
         hidden: the teacher's hidden states to read, by number; default: all in the cache.
 
@@ -173,24 +165,21 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
         layers: Sequence[int] | None = None,
         preload: bool = False,
         augment: Callable[[Any, int], Any] | None = None,
-        skipped: str = "error",
         logits: bool = True,
         hidden: Iterable[int] | None = None,
     ) -> None:
-        super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
+        super().__init__(cache, model_inputs, layers, logits, hidden)
         self.data = data
         self._augment, self._seeds = augment, self.cache.seeds()
         fits, rule = augment is None or bool(self._seeds), "be left out where the cache has no seeds"
         got = f"{self.cache.folder}, which has none: precompute with --seed-column"
         need(fits, "argument-value", "augment", rule, got, spec_id="CACHE-35")
-        keys = [self.key(self._sample(index)) for index in range(len(data))]
-        self._indices = [index for index, key in enumerate(keys) if not self._is_dropped(key)]
-        missing = [index for index in self._indices if keys[index] not in self.cache]
+        self.keys = [self.key(self.sample(index)) for index in range(len(data))]
+        missing = [index for index, key in enumerate(self.keys) if key not in self.cache]
         if missing:
-            rule = f"{self.cache.folder} must hold every sample; {len(missing)} of {len(keys)} are not in it"
-            message = f"{rule}, first sample {missing[0]} with {self._advice(keys[missing[0]])}"
+            rule = f"{self.cache.folder} must hold every sample; {len(missing)} of {len(self.keys)} are not in it"
+            message = f"{rule}, first sample {missing[0]} with {self._advice(self.keys[missing[0]])}"
             raise ShdError("sample-missing", message, "CACHE-82")
-        self.keys = [keys[index] for index in self._indices]
         self._records = {key: self._record(key) for key in set(self.keys)} if preload else None
 
     def __len__(self) -> int:
@@ -234,21 +223,17 @@ class SupervisedDataset(CacheJoin, Dataset[tuple[Any, SampleRecord]]):
         key = self.key(sample)
         if key == self.keys[index]:
             return sample
-        number = self._indices[index]
         if self._augment is not None:
             rule = "augment must depend on the sample and its seed alone"
-            message = f"{rule}; sample {number} came out another way than before: seed every random choice in it"
+            message = f"{rule}; sample {index} came out another way than before: seed every random choice in it"
             raise ShdError("inputs-invalid", message, "CACHE-35")
         rule = f"data must give at every read what they gave when they were joined with {self.cache.folder}"
         advice = "shuffle with a sampler, not the data, and keep random transforms after the join, or use augment"
-        message = f"{rule}; sample {number} has key {key}, its record {self.keys[index]}: {advice}"
+        message = f"{rule}; sample {index} has key {key}, its record {self.keys[index]}: {advice}"
         raise ShdError("inputs-invalid", message, "CACHE-84")
 
     def sample(self, index: int) -> Any:
         """A sample without its record, augmented as for the teacher."""
-        return self._sample(self._indices[index])
-
-    def _sample(self, index: int) -> Any:
         # A sample beyond the precomputed data set has no seed, and no record either.
         if self._augment is None or index not in self._seeds:
             return self.data[index]

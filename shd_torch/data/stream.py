@@ -31,8 +31,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         cache: a sealed cache, its folder, address or reader.
         model_inputs: as for ``SupervisedDataset``.
         layers: student layers to read; default: all in the cache.
-        skipped: as for ``SupervisedDataset``.
-        logits: as there.
+        logits: as for ``SupervisedDataset``.
         hidden: as there.
 
     Raises:
@@ -47,11 +46,10 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
         *,
         model_inputs: Callable[[Any], ModelInputs] | None = None,
         layers: Sequence[int] | None = None,
-        skipped: str = "error",
         logits: bool = True,
         hidden: Iterable[int] | None = None,
     ) -> None:
-        super().__init__(cache, model_inputs, layers, skipped, logits, hidden)
+        super().__init__(cache, model_inputs, layers, logits, hidden)
         again, got = iter(data) is not data, f"the iterator {type(data).__name__}"
         remedy = "give the list, the data set or an object with __iter__"
         need(again, "argument-value", "data", "be an iterable that can be iterated again", got, remedy=remedy)
@@ -96,20 +94,15 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
     def _rank_share(self, rank: int, ranks: int) -> Iterator[tuple[int, Any]]:
         waiting: list[tuple[int, Any]] = []
         total = 0
-        for total, entry in enumerate(self._entries(), 1):
+        for total, sample in enumerate(self.data, 1):
             if (total - 1) % ranks == rank:
-                waiting.append(entry)
+                waiting.append((total - 1, sample))
             if total % ranks == 0:  # every rank has got one
                 yield waiting.pop()
         if remaining := total % ranks:
             yield from waiting
             if not waiting:
-                yield next(islice(self._entries(), (rank - remaining) % total, None))
-
-    def _entries(self) -> Iterator[tuple[int, Any]]:
-        """The samples that are not dropped, numbered as they stand: what is left can be shared out equally."""
-        drops = self._drops and bool(self.cache.skipped)  # else no key is made here
-        return (entry for entry in enumerate(self.data) if not drops or not self._is_dropped(self.key(entry[1])))
+                yield next(islice(enumerate(self.data), (rank - remaining) % total, None))
 
     def _find_share(self) -> tuple[int, int, int, int]:
         """This process's rank, how many there are, its worker's number in the rank, and how many there are."""

@@ -151,18 +151,10 @@ def test_samples_that_the_cache_lacks_are_counted_before_the_first_step(tmp_path
         renamed.cache.read(dataset_fingerprint([key_of(0)]))
 
 
-def test_samples_that_the_teacher_failed_on_are_an_error_or_left_out(tmp_path: Path) -> None:
+def test_samples_that_the_teacher_failed_on_are_missing(tmp_path: Path) -> None:
     cache = write_cache(tmp_path, job(NUM_SAMPLES, on_error="skip"))
-    with refusal("sample-missing", r'4 of 11 .* first sample 1 .*: head 1 gave NaN; skipped="drop"'):
+    with refusal("sample-missing", "4 of 11 .* first sample 1 .*: head 1 gave NaN: leave it out"):
         SupervisedDataset(TokenData(), cache)
-    joined = SupervisedDataset(TokenData(), cache, skipped="drop")
-    assert len(joined) == 7
-    assert [sample["number"] for sample, _ in joined] == [0, 2, 3, 5, 6, 8, 9]
-    assert [record.index for _, record in joined] == [0, 2, 3, 5, 6, 8, 9]
-    with pytest.raises(ShdError, match="11 of 11"):
-        SupervisedDataset(TokenData(shift=100), cache, skipped="drop")
-    with pytest.raises(ShdError, match="skipped must be"):
-        SupervisedDataset(TokenData(), cache, skipped="keep")
 
 
 class Plain(torch.utils.data.Dataset[int]):
@@ -186,13 +178,12 @@ def replay(number: int, seed: int) -> dict[str, Any]:
     return {"input_ids": torch.arange(number + shift, number + shift + length_of(number)), "seed": seed}
 
 
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_augmentation_is_replayed_from_the_stored_seeds(tmp_path: Path, on_error: str) -> None:
+def test_augmentation_is_replayed_from_the_stored_seeds(tmp_path: Path) -> None:
     inputs = SampleInputs(("input_ids",), None, "augmentation")
-    cache = write_cache(tmp_path, job(NUM_SAMPLES, inputs=inputs, on_error=on_error))
+    cache = write_cache(tmp_path, job(NUM_SAMPLES, inputs=inputs))
     order = list(range(NUM_SAMPLES))
-    joined = SupervisedDataset(Plain(order), cache, augment=replay, skipped="drop")
-    assert len(joined) == (NUM_SAMPLES if on_error == "stop" else 7)
+    joined = SupervisedDataset(Plain(order), cache, augment=replay)
+    assert len(joined) == NUM_SAMPLES
     for sample, record in joined:
         assert sample["seed"] == record.seed == 3**33 + record.index
         assert joined.cache.read(joined.keys[0]).seed == 3**33
@@ -201,10 +192,7 @@ def test_augmentation_is_replayed_from_the_stored_seeds(tmp_path: Path, on_error
     calls = iter(range(100))
     with refusal("inputs-invalid", "must depend on the sample and its seed alone"):
         SupervisedDataset(
-            Plain(order),
-            cache,
-            skipped="drop",
-            augment=lambda n, seed: replay(n, seed + (100 if next(calls) >= NUM_SAMPLES else 0)),
+            Plain(order), cache, augment=lambda n, seed: replay(n, seed + (100 if next(calls) >= NUM_SAMPLES else 0))
         )[0]
 
 

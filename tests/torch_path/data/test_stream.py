@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.makers import is_skipped, job, length_of, write_cache
+from support.makers import job, length_of, write_cache
 from support.refusals import refusal
 from support.started_processes import SERVER
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shd_torch import ShdError, SupervisedStream, attention_kl
+from shd_torch import SupervisedStream, attention_kl
 
 NUM_SAMPLES = 11
 
@@ -84,19 +84,6 @@ def test_workers_of_all_ranks_give_equally_many_batches(cache: Path) -> None:
     assert sorted(index for batches in seen for batch in batches for index in batch) == sorted([*range(11), 0])
 
 
-def test_dropped_samples_leave_shares_equal(tmp_path: Path) -> None:
-    manifest = job(NUM_SAMPLES, on_error="skip")
-    folder = write_cache(tmp_path / "skipping", manifest)
-    left = [index for index in range(NUM_SAMPLES) if not is_skipped(manifest, index)]
-    seen = []
-    for rank in range(2):
-        with as_rank(rank, 2):
-            stream = SupervisedStream(Tokens(), folder, skipped="drop")
-            seen.append([record.index for _, record in stream])
-    assert len(left) == 7
-    assert seen == [left[0::2], [*left[1::2], left[0]]]
-
-
 def test_a_spawned_worker_knows_its_rank(cache: Path) -> None:
     with as_rank(1, 3):
         sent = pickle.dumps(SupervisedStream(Tokens(), cache))
@@ -137,8 +124,6 @@ def test_what_is_refused(cache: Path) -> None:
         list(SupervisedStream(Tokens(extra=1), cache))
     with refusal("argument-value", "got the iterator"):
         SupervisedStream(iter(Tokens()), cache)
-    with pytest.raises(ShdError, match="skipped must be"):
-        SupervisedStream(Tokens(), cache, skipped="maybe")
     with refusal("inputs-invalid", "inputs input_ids"):
         list(SupervisedStream([{"text": "x"}], cache))
 
