@@ -29,7 +29,6 @@ from shd_torch.training.batch import (
     Forward,
     MicroBatch,
     SupervisedCollator,
-    count_positions,
     count_samples,
     leave_samples,
 )
@@ -369,7 +368,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         if base is not None:
             record.add({"base_loss": base / parts})
         if attends:
-            record.count_alphas(batch.tallies.get(Attention.SUBJECT), online, count_positions(batch))
+            record.count_alphas(batch.tallies.get(Attention.SUBJECT), online)
         return (loss, outputs) if return_outputs else loss
 
     def _weigh(
@@ -529,17 +528,13 @@ class StepRecord:
             self._sums[name] = self._sums[name] + loss if name in self._sums else loss
         self._weights |= weights or {}
 
-    def count_alphas(self, counts: Tensor | None, online: Sequence[OnlineSupervision], num_rows: int) -> None:
+    def count_alphas(self, counts: Tensor | None, online: Sequence[OnlineSupervision]) -> None:
         """Merge weights of a micro-batch: ``(clipped, all)`` of a cache, and what live teachers report."""
         if counts is not None:
             self._alphas.append((counts[0], counts[1]))
         for supervision in online:
             for squeeze in supervision.squeezes:
-                # (B, pairs), or (B, pairs, L) with rows of padding among them.
-                numbers = (
-                    num_rows * alpha.shape[1] if alpha.ndim == 3 else alpha.numel() for alpha in squeeze.alphas
-                )
-                self._alphas.append((squeeze.num_clipped, sum(numbers)))
+                self._alphas.append((squeeze.num_clipped, sum(alpha.numel() for alpha in squeeze.alphas)))
 
     def means(self, step: int) -> dict[str, float]:
         steps = max(step - self._first_step, 1)
