@@ -69,7 +69,7 @@ class EmbeddingLoss(nn.Module):
         taught = torch.cat([self._read(features) for features in columns])
         embeddings = torch.cat([self.model(dict(features))["sentence_embedding"] for features in columns])
         if self.projector is not None:
-            embeddings = self.projector(embeddings.to(next(self.projector.parameters(), embeddings).dtype))
+            embeddings = self.projector(embeddings.to(self.projector.weight.dtype))
         return embedding_loss(embeddings, taught, distance=self.distance, check=False)
 
     def _read(self, features: Mapping[str, Tensor]) -> Tensor:

@@ -116,7 +116,7 @@ class RecipeTerms:
         padded = kind.by_sample and batch.stored is not None and not bool(batch.stored.query_mask(length).all())
         rule, got = (
             "be full where a cache teaches, as it counts every position",
-            "padding, of which a cache holds nothing",
+            "padding, of which a cache lacks all",
         )
         advice = "train on texts of one length, or with a live teacher"
         need(not padded, "argument-value", f"a batch of {name}", rule, got, remedy=advice)

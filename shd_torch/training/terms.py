@@ -446,7 +446,7 @@ class Projectors(nn.Module):
             raise ShdError("argument-value", f"{rule}; got: {error}") from error
 
 
-def make_projector(distance: str, student_width: int | None, teacher_width: int | None) -> nn.Module | None:
+def make_projector(distance: str, student_width: int | None, teacher_width: int | None) -> nn.Linear | None:
     """Of embeddings: a linear layer between different widths that are compared directly."""
     if distance == "similarity" or student_width is None or teacher_width in (None, student_width):
         return None

@@ -24,14 +24,7 @@ from shd_torch.data.dataset import CacheJoin, SupervisedDataset
 from shd_torch.data.stream import SupervisedStream
 from shd_torch.live.online import OnlineSupervision, OnlineTeacher
 from shd_torch.supervision.supervision import Taught, unite_layers
-from shd_torch.training.batch import (
-    Counter,
-    Forward,
-    MicroBatch,
-    SupervisedCollator,
-    count_samples,
-    leave_samples,
-)
+from shd_torch.training.batch import Counter, Forward, MicroBatch, SupervisedCollator, count_samples, leave_samples
 from shd_torch.training.embeddings import SeenEmbeddings
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.terms import (
@@ -180,12 +173,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _check_recipe(self, recipe: Recipe, kd: KdTerm | None) -> None:
         """Refuse what would be a second base loss, or a second term on logits."""
-        beside = {
-            "kd": kd,
-            "compute_loss_func": self.compute_loss_func,
-            "label_smoothing_factor": self.label_smoother,
-        }
-        for name, value in beside.items():
+        names = ("kd", "compute_loss_func", "label_smoothing_factor")
+        for name, value in zip(names, (kd, self.compute_loss_func, self.label_smoother), strict=True):
             rule = f"be left out where recipe={recipe.name!r} says what the loss is"
             need(value is None, "argument-value", name, rule, type(value).__name__)
 
