@@ -85,28 +85,6 @@ def test_embeddings_are_those_of_sentence_transformers(
         np.testing.assert_array_equal(vectors_of(tmp_path / "cache", folder).numpy(), stored)
 
 
-@pytest.mark.parametrize("codec", ["float16", "int8"])
-def test_smaller_codecs_stay_within_their_bounds(encoder: Path, tmp_path: Path, codec: str) -> None:
-    graph, arrays = encoder.with_suffix(".onnx"), tokens_of(encoder)
-    exact, coded = (
-        vectors_of(tmp_path / name, encoder)
-        for name in ("float32", codec)
-        if precompute(
-            graph,
-            arrays,
-            tmp_path / name,
-            replace(ALONE, embeddings_codec=name, hidden=(2,), hidden_codec="int8"),
-            RUN,
-        )
-    )
-    form = CacheReader(tmp_path / codec).manifest.embeddings
-    assert form is not None
-    moved = np.abs((coded - exact).numpy()).max(axis=-1)
-    assert (moved <= form.coded[0][1].bound(exact.numpy()) + 1e-7).all()
-    assert moved.max() > 0
-    assert form.row_sizes == ({"float16": 64, "int8": 36}[codec],)
-
-
 def test_the_command_reads_the_folder(encoder: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     words = ["precompute", str(encoder.with_suffix(".onnx")), "--inputs", str(tmp_path / "texts.jsonl")]
