@@ -107,9 +107,10 @@ class KdRows:
         if isinstance(self.taught, TopkTargets):
             values, gradient = self._topk(self.taught, log_q, at, wants_gradient)
         else:
-            exact = isinstance(self.taught, ExactTargets)
+            # What a head makes is new; the caller's logits must not be overwritten.
+            is_new = isinstance(self.taught, ExactTargets)
             logits = self.taught.rows(at) if isinstance(self.taught, ExactTargets) else self.taught[at]
-            log_p = _log_softmax_(logits.to(log_q.dtype, copy=not exact), self.temperature)
+            log_p = _log_softmax_(logits.to(log_q.dtype, copy=not is_new), self.temperature)
             values, gradient = self._classes(log_p, log_q, wants_gradient)
         if self.counted is not None:
             uncounted = ~self.counted[at]
