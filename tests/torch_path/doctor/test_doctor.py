@@ -253,7 +253,7 @@ def test_a_student_without_a_head(tmp_path: Path, short: None) -> None:
     found = diagnose(teacher, narrow, data, DiagnosisOptions(batch_size=8))
     assert found.objective is not None
     assert found.objective.options == {"pooling": "cls", "distance": "similarity"}
-    assert (found.verdict.answer, found.verdict.rests_on) == ("probably not", "configuration")
+    assert found.verdict.answer == "probably not"
     assert found.beta is not None
 
 
