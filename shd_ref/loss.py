@@ -39,7 +39,7 @@ class LossKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LayerRows:
-    """What one layer's loss and its gradient are made of; rows that do not count are zero in P, rho and w."""
+    """The terms of one layer's loss and gradient; rows that do not count are zero in P, rho and w."""
 
     p: Array  # P (B, H_s, L, S), the supervision as distributions (LOSS-10)
     mass: Array  # rho (B, H_s, L)
@@ -131,7 +131,7 @@ def layer_rows(
     support: str = "error",
     row_sums: str = "one",
 ) -> list[LayerRows]:
-    """Every check of the loss, and what its terms are made of, layer by layer."""
+    """Check every argument of the loss, and prepare its terms layer by layer."""
     check_option("reduction", reduction, REDUCTIONS, "LOSS-5")
     check_option("divergence", divergence, DIVERGENCES, "LOSS-11")
     check_option("support", support, SUPPORTS, "LOSS-14")
@@ -141,13 +141,13 @@ def layer_rows(
     scale = beta / num_maps if reduction == "mean" and num_maps else beta
     layers = []
     for layer, (source, logits) in enumerate(zip(supervision, student_logits, strict=True)):
-        teacher, masked, counted = check_layer(
+        teacher, masked_logits, counted = check_layer(
             source, logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, layer=layer
         )
-        may_attend = ~np.isneginf(masked)
+        may_attend = ~np.isneginf(masked_logits)
         if support == "intersect":
             teacher = intersect(teacher, may_attend).supervision
-        counted &= teacher.sum(axis=-1) > 0.0
+        counted &= teacher.sum(axis=-1) > 0.0  # after the intersection, which may empty a row (LOSS-14)
         check_support(teacher, may_attend, counted, divergence=divergence, layer=layer)
         teacher = np.where(counted[..., None], teacher, 0.0)
         mass = counted.astype(np.float64) if row_sums == "one" else teacher.sum(axis=-1)
@@ -156,7 +156,7 @@ def layer_rows(
             LayerRows(
                 p=teacher / np.where(mass == 0.0, 1.0, mass)[..., None],
                 mass=mass,
-                log_q=log_softmax(masked, temperature),
+                log_q=log_softmax(masked_logits, temperature),
                 may_attend=may_attend,
                 weight=np.where(counted, scale / num_rows[None, :, None], 0.0),
                 temperature=temperature,
@@ -167,14 +167,15 @@ def layer_rows(
 
 def log_softmax(logits: Array, temperature: float) -> Array:
     """Log-probabilities from logits, finite however small the probability (LOSS-12); 0 where a logit is -inf."""
-    masked = np.isneginf(logits)
+    is_masked = np.isneginf(logits)
     peak = logits.max(axis=-1, keepdims=True, initial=-np.inf)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # a small temperature
+        # -inf less -inf is NaN: a row without keys has 0 for its peak.
         shifted = (logits - np.where(np.isneginf(peak), 0.0, peak)) / temperature
     sums = np.exp(shifted).sum(axis=-1, keepdims=True)
     # A difference beyond the largest number stays the largest number.
-    shifted = np.where(masked, 0.0, np.maximum(shifted, -np.finfo(np.float64).max))
-    return shifted - np.where(masked, 0.0, np.log(np.where(sums == 0.0, 1.0, sums)))
+    shifted = np.where(is_masked, 0.0, np.maximum(shifted, -np.finfo(np.float64).max))
+    return shifted - np.where(is_masked, 0.0, np.log(np.where(sums == 0.0, 1.0, sums)))
 
 
 def safe_log(probs: Array) -> Array:

@@ -58,28 +58,28 @@ def match_pairs(scores: Array, num_pairs: int) -> tuple[Pair, ...]:
     rows, columns = np.triu_indices(heads, 1)
     # Whole numbers, with which the search is exact. Below the score's last bit there is one bit per pair, the first
     # pair's highest: of equally good sets the one whose list comes first is best.
-    lowest = len(rows) - 1
+    last = len(rows) - 1
     for number, score in enumerate(settle_scores(scores[rows, columns])):
-        weight = (score << len(rows)) + (1 << (lowest - number))
+        weight = (score << len(rows)) + (1 << (last - number))
         graph.add_edge(int(rows[number]), int(columns[number]), weight=weight)
     # One extra vertex for each head that stays alone: a perfect matching then holds num_pairs pairs of heads.
     extra = range(heads, 2 * heads - 2 * num_pairs)
-    graph.add_weighted_edges_from((head, alone, 0) for head in range(heads) for alone in extra)
+    graph.add_weighted_edges_from((head, vertex, 0) for head in range(heads) for vertex in extra)
     matching = networkx.max_weight_matching(graph, maxcardinality=True)
     pairs = [(min(pair), max(pair)) for pair in matching]
     return tuple(sorted((int(p), int(q)) for p, q in pairs if q < heads))
 
 
 def settle_scores(scores: Array) -> list[int]:
-    """Scores in whole 2^-40 of the largest magnitude; those that rounding alone may tell apart are equal (PLAN-9)."""
-    size = float(np.abs(scores).max(initial=0.0)) or 1.0
-    settled = [0] * len(scores)
-    first = np.inf
+    """Scores as whole multiples of 2^-40 of the largest magnitude, equal where only rounding may differ (PLAN-9)."""
+    largest = float(np.abs(scores).max(initial=0.0)) or 1.0
+    units = [0] * len(scores)
+    run_start = np.inf
     for number in np.argsort(-scores, kind="stable"):
-        if first - scores[number] > tie_width() * size:
-            first = float(scores[number])
-        settled[number] = round(first / size * 2**40)
-    return settled
+        if run_start - scores[number] > tie_width() * largest:
+            run_start = float(scores[number])
+        units[number] = round(run_start / largest * 2**40)  # far finer than a tie: no two runs round to one number
+    return units
 
 
 def score_pair(head_p: Head, head_q: Head, mask: Mask | None, by: str) -> float:
@@ -126,16 +126,16 @@ def match_factored(
     items = []
     for probs, values, mask in calibration:
         items.append((probs, np.repeat(values, np.shape(probs)[1] // values.shape[1], axis=1), mask))
-    pools, masks = read_calibration(items, row_sums)  # of each head its map and its values
-    whole = np.asarray(projection, dtype=np.float64)
-    weights = list(whole.reshape(len(pools[0]), -1, whole.shape[-1]))  # (d_v, D) of each head
+    pools, masks = read_calibration(items, row_sums)  # heads of maps and values
+    stacked = np.asarray(projection, dtype=np.float64)
+    weights = list(stacked.reshape(len(pools[0]), -1, stacked.shape[-1]))  # (d_v, D) of each head
     return _match(pools, masks, weights, num_student_heads, by)
 
 
 def _match(
     pools: list[list[Head]], masks: list[Mask | None], weights: list[Array] | None, num_student_heads: int, by: str
 ) -> MergePlan:
-    """The rounds; with ``weights`` heads hold values in the place of value outputs."""
+    """Merge round by round; with ``weights`` the pools hold values instead of value outputs."""
     check_option("by", by, MATCHED_BY, "PLAN-12")
     count = len(pools[0])
     check_counts(count, num_student_heads)
@@ -162,7 +162,10 @@ def _match(
 
 
 def _common_basis(first: Array, second: Array) -> Array:
-    """Weights of two heads, ``(m_1, D)`` above ``(m_2, D)``, in an orthonormal basis of what they span."""
+    """Weights of two heads, ``(m_1, D)`` above ``(m_2, D)``, in an orthonormal basis of their span.
+
+    Value outputs keep their inner products, all that scores and alphas read, with m_1 + m_2 columns in place of D.
+    """
     rows = np.concatenate([first, second])
     return rows if len(rows) >= rows.shape[1] else np.asarray(np.linalg.qr(rows.T, mode="r")).T
 
@@ -177,6 +180,6 @@ def _express(first: Head, second: Head, basis: Array | None) -> tuple[Head, Head
 
 
 def _merge(first: Head, second: Head, basis: Array | None, mask: Mask | None) -> Head:
-    """The merged head; of values those of both, whose weights stand beneath each other."""
+    """The merged head; with a basis it keeps the values of both, side by side as their weights are stacked."""
     (head,), _ = merge_round(_express(first, second, basis), [(0, 1)], query_mask=mask)
     return head if basis is None else (head[0], np.concatenate([first[1], second[1]], axis=-1))

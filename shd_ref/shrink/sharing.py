@@ -29,7 +29,7 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class Group:
-    """What becomes one key and value head."""
+    """Key and value heads that become one, with their readers."""
 
     heads: tuple[int, ...]  # query heads that will read it
     members: tuple[int, ...]  # key and value heads that they read now
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class SeenGroup:
-    """Moments of what the query heads of a group saw, of heads that are turned already, summed over calibration rows.
+    """Second moments for the query heads of a group of turned keys and values, summed over calibration rows.
 
     A logit is ``sum_g b_g f_g`` with ``f_g`` the products of the entries of a query and of member g's key: for each
     rotated pair, as complex numbers, the real and the negative imaginary part of ``conj(q) k``, then other entries.
@@ -50,9 +50,9 @@ class SeenGroup:
 
 def group_heads(weights: HeadWeights, merge: HeadMerge, num_kv_heads: int) -> list[Group]:
     """The groups of a student with so many key and value heads, in its order."""
-    per, reads, groups = len(merge.groups) // num_kv_heads, weights.reads, []
-    for start in range(0, len(merge.groups), per):
-        heads = tuple(sorted(head for group in merge.groups[start : start + per] for head in group))
+    heads_per_group, reads, groups = len(merge.groups) // num_kv_heads, weights.reads, []
+    for start in range(0, len(merge.groups), heads_per_group):
+        heads = tuple(sorted(head for group in merge.groups[start : start + heads_per_group] for head in group))
         members = tuple(sorted({reads[head] for head in heads}))
         groups.append(Group(heads, members, tuple(members.index(reads[head]) for head in heads)))
     return groups
@@ -61,7 +61,7 @@ def group_heads(weights: HeadWeights, merge: HeadMerge, num_kv_heads: int) -> li
 def find_turns(
     weights: HeadWeights, groups: Sequence[Group], moment: Array, pairs: int, free: Mask | None = None
 ) -> tuple[Array, Array]:
-    """What brings the keys and the values of each group together.
+    """Orthogonal changes of basis that bring the keys, and the values, of each group together.
 
     Args:
         weights: of the teacher.
@@ -112,29 +112,32 @@ def share_heads(
     logits' error under each head's own map. Values become ``sum_g v_g B_g`` and W_O follows, for the least error of
     what each head gives. Without ``seen``, and where keys are ``normed``, the average stays, of keys of equal length.
     """
-    query, output, start, exact = _rows(turned, "query"), turned.output.copy(), 0, True
+    query, output, start, is_exact = _rows(turned, "query"), turned.output.copy(), 0, True
     keys, values, merged = _rows(turned, "key"), _rows(turned, "value"), []
     for number, group in enumerate(groups):
         size, readers = len(group.members), list(group.heads)
         key, value = keys[start : start + size], values[start : start + size]
         start += size
-        weigh = np.tile(np.eye(key.shape[2]) / size, (size, 1))
-        mix = np.tile(np.eye(value.shape[2]) / size, (size, 1))
+        key_mix = np.tile(np.eye(key.shape[2]) / size, (size, 1))
+        value_mix = np.tile(np.eye(value.shape[2]) / size, (size, 1))
         if not _is_equal(key):
-            exact = False
-            if normed:
+            is_exact = False
+            if normed:  # the norm divides by a key's length, so a longer member must not weigh more
                 lengths = np.linalg.norm(key, axis=(1, 2), keepdims=True)
                 key = key * (lengths.mean() / np.maximum(lengths, np.finfo(np.float64).tiny))
             elif seen is not None:
-                weigh, scales = fit_keys(seen[number].keys, group.homes, size, pairs)
+                key_mix, scales = fit_keys(seen[number].keys, group.homes, size, pairs)
                 query[readers] = query[readers] @ scales
         if not _is_equal(value):
-            exact = False
+            is_exact = False
             if seen is not None:
-                mix, output[readers] = fit_values(seen[number].values, group.homes, mix, output[readers])
-        merged.append([np.concatenate(list(rows), axis=1) @ by for rows, by in ((key, weigh), (value, mix))])
+                fitted = fit_values(seen[number].values, group.homes, value_mix, output[readers])
+                value_mix, output[readers] = fitted
+        merged.append(
+            [np.concatenate(list(rows), axis=1) @ mix for rows, mix in ((key, key_mix), (value, value_mix))]
+        )
     shared_key, shared_value = (np.stack(heads) for heads in zip(*merged, strict=True))
-    return _with_rows(turned, query, shared_key, shared_value, output), exact
+    return _with_rows(turned, query, shared_key, shared_value, output), is_exact
 
 
 def _rows(weights: HeadWeights, name: str) -> Array:
@@ -145,15 +148,15 @@ def _rows(weights: HeadWeights, name: str) -> Array:
 
 
 def _with_rows(weights: HeadWeights, query: Array, key: Array, value: Array, output: Array) -> HeadWeights:
-    """An attention of such rows, with biases where it had some."""
-    made: dict[str, Any] = {"query": query[:, :-1], "key": key[:, :-1], "value": value[:, :-1], "output": output}
+    """The attention with rows as ``_rows`` gives them; biases that it lacked stay None."""
+    parts: dict[str, Any] = {"query": query[:, :-1], "key": key[:, :-1], "value": value[:, :-1], "output": output}
     for name, rows in (("query_bias", query), ("key_bias", key), ("value_bias", value)):
-        made[name] = None if getattr(weights, name) is None else rows[:, -1]
-    return replace(weights, **made)
+        parts[name] = None if getattr(weights, name) is None else rows[:, -1]
+    return replace(weights, **parts)
 
 
 def _is_equal(members: Array) -> bool:
-    """Whether all are their mean, up to rounding."""
+    """Whether all members are equal, up to rounding."""
     return bool(np.linalg.norm(members - members.mean(axis=0)) <= tie_width() * np.linalg.norm(members))
 
 
@@ -162,9 +165,10 @@ def _turn_keys(sides: Array, pairs: int, free: Mask | None) -> Array:
     turns = np.tile(np.eye(sides.shape[2]), (len(sides), 1, 1))
     for i, j in zip(range(pairs), range(pairs, 2 * pairs), strict=True):
         parts = sides[..., [i]], sides[..., [j]]
-        # Where only signs commute, the real product of both entries is all that they can raise.
-        both = parts[0] + 1j * parts[1] if free is None or free[i] else np.concatenate(parts, axis=1)
-        angle = _turn_frames(both)[:, 0, 0]
+        # A complex column turns by an angle. Where only signs commute, both entries make one real column, which turns
+        # by 1 or -1.
+        column = parts[0] + 1j * parts[1] if free is None or free[i] else np.concatenate(parts, axis=1)
+        angle = _turn_frames(column)[:, 0, 0]
         turns[:, i, i] = turns[:, j, j] = angle.real
         turns[:, i, j], turns[:, j, i] = angle.imag, -angle.imag
     if free is None and sides.shape[2] > 2 * pairs:
@@ -186,6 +190,7 @@ def _turn_frames(sides: Forms) -> Forms:
 
 
 def _polar(matrix: Any) -> Forms:
+    """The orthogonal, or unitary, factor of the polar decomposition, which solves Procrustes."""
     left, _, right = np.linalg.svd(matrix)
     return np.asarray(left @ right)
 
@@ -205,17 +210,19 @@ def fit_keys(moments: Array, homes: Sequence[int], size: int, pairs: int) -> tup
     """
     d = moments.shape[1] // size
     unit = np.ones(d)
-    unit[pairs : 2 * pairs] = 0.0
-    weigh = np.tile(unit / size, (size, 1))
-    pulls = [moment[:, home * d : home * d + d] @ unit for moment, home in zip(moments, homes, strict=True)]
+    unit[pairs : 2 * pairs] = 0.0  # imaginary parts
+    factors = np.tile(unit / size, (size, 1))  # a_g, from the average
+    targets = [moment[:, home * d : home * d + d] @ unit for moment, home in zip(moments, homes, strict=True)]
     for _ in range(ROUNDS):
-        forms = np.concatenate([_product(a, pairs) for a in weigh])
-        sides = [_solve(forms.T @ m @ forms, forms.T @ pull) for m, pull in zip(moments, pulls, strict=True)]
-        blocks = [np.kron(np.eye(size), _product(side, pairs)) for side in sides]
+        forms = np.concatenate([_product(a, pairs) for a in factors])
+        scales = [_solve(forms.T @ m @ forms, forms.T @ target) for m, target in zip(moments, targets, strict=True)]
+        blocks = [np.kron(np.eye(size), _product(scale, pairs)) for scale in scales]
         gram = sum(block.T @ m @ block for block, m in zip(blocks, moments, strict=True))
-        weigh = _solve(gram, sum(block.T @ pull for block, pull in zip(blocks, pulls, strict=True))).reshape(size, d)
+        summed = sum(block.T @ target for block, target in zip(blocks, targets, strict=True))
+        factors = _solve(gram, summed).reshape(size, d)
     # Rows are multiplied by the transposes, and the transpose of a number's matrix is that of its conjugate.
-    return np.concatenate([_product(a, pairs).T for a in weigh]), np.stack([_product(side, pairs) for side in sides])
+    keys = np.concatenate([_product(a, pairs).T for a in factors])
+    return keys, np.stack([_product(scale, pairs) for scale in scales])
 
 
 def fit_values(moments: Array, homes: Sequence[int], mix: Array, outputs: Array) -> tuple[Array, Array]:
@@ -224,33 +231,32 @@ def fit_values(moments: Array, homes: Sequence[int], mix: Array, outputs: Array)
     For the least ``sum_t || C_t^(1/2) (N_t - B W_O,t') ||^2``: W_O' is solved for, B takes conjugate gradients.
     """
     d = mix.shape[1]
-    goals = np.stack(
-        [c[:, h * d : h * d + d] @ o for c, h, o in zip(moments, homes, outputs, strict=True)]
-    )  # C_t N_t
+    targets = [c[:, h * d : h * d + d] @ o for c, h, o in zip(moments, homes, outputs, strict=True)]  # C_t N_t
     for number in range(ROUNDS):
         if number:
-            pulled = np.einsum("tnD,tvD->nv", goals, outputs)
-            mix = np.linalg.qr(_descend(moments, outputs @ outputs.swapaxes(1, 2), pulled, mix))[0]
-        outputs = np.stack([_solve(mix.T @ c @ mix, mix.T @ goal) for c, goal in zip(moments, goals, strict=True)])
+            summed = np.einsum("tnD,tvD->nv", np.stack(targets), outputs)
+            descended = _descend(moments, outputs @ outputs.swapaxes(1, 2), summed, mix)
+            mix = np.linalg.qr(descended)[0]  # any basis of its columns will do: W_O' is solved for next
+        outputs = np.stack([_solve(mix.T @ c @ mix, mix.T @ rows) for c, rows in zip(moments, targets, strict=True)])
     return mix, outputs
 
 
-def _descend(moments: Array, squares: Array, pulled: Array, start: Array) -> Array:
-    """Conjugate gradients towards ``sum_t C_t B S_t = pulled``, from ``start``."""
-    at, left = start, pulled - (moments @ start @ squares).sum(axis=0)
-    step, size = left, np.square(left).sum()
+def _descend(moments: Array, squares: Array, target: Array, start: Array) -> Array:
+    """Conjugate gradients towards ``sum_t C_t B S_t = target``, from ``start``."""
+    solution, residual = start, target - (moments @ start @ squares).sum(axis=0)
+    direction, size = residual, np.square(residual).sum()
     for _ in range(STEPS):
-        if size <= tie_width() ** 2 * np.square(pulled).sum():
+        if size <= tie_width() ** 2 * np.square(target).sum():
             break
-        image = (moments @ step @ squares).sum(axis=0)
-        share = size / (step * image).sum()
-        at, left = at + share * step, left - share * image
-        before, size = size, np.square(left).sum()
-        step = left + size / before * step
-    return at
+        image = (moments @ direction @ squares).sum(axis=0)
+        step = size / (direction * image).sum()
+        solution, residual = solution + step * direction, residual - step * image
+        previous, size = size, np.square(residual).sum()
+        direction = residual + size / previous * direction
+    return solution
 
 
-def _solve(matrix: Any, goal: Any) -> Array:
-    """With a small ridge: entries that no row has may have any number."""
+def _solve(matrix: Any, target: Any) -> Array:
+    """Solve with a small ridge, as an entry that is 0 in every row makes the matrix singular."""
     ridge = RIDGE * max(float(matrix.trace()) / len(matrix), np.finfo(np.float64).tiny)
-    return np.asarray(np.linalg.solve(matrix + ridge * np.eye(len(matrix)), goal))
+    return np.asarray(np.linalg.solve(matrix + ridge * np.eye(len(matrix)), target))

@@ -35,7 +35,7 @@ from shd_torch.shrink.families import (
 
 
 class Reading(NamedTuple):
-    """What the teacher's matrix reads, from the student's channels y: ``scale * (y B^T) + shift``."""
+    """The teacher's matrix reads ``scale * (y B^T) + shift``, with the student's channels y."""
 
     rows: Array  # B^T, (D', D)
     scale: Array  # (D,)
@@ -43,9 +43,10 @@ class Reading(NamedTuple):
 
     def __call__(self, matrix: Array, bias: Array | None) -> Rows:
         """A projection ``(..., D, E)`` of the teacher's as the student's."""
-        moved = None if self.shift is None else self.shift @ matrix
-        total = moved if bias is None else bias if moved is None else moved + bias
-        return self.rows @ (self.scale[:, None] * matrix), total
+        if self.shift is not None:
+            shifted = self.shift @ matrix
+            bias = shifted if bias is None else shifted + bias
+        return self.rows @ (self.scale[:, None] * matrix), bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class Basis:
         return as_array(self.kept)
 
     def normalise(self, stream: Tensor) -> Tensor:
-        """What a norm gives before its scale, float64."""
+        """The output of a norm before its scale, float64."""
         x = stream.double()
         x = x - x.mean(-1, keepdim=True) if self.norm == "layer" else x
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
@@ -72,15 +73,15 @@ class Basis:
         return matrix @ self.axes, None if bias is None else bias @ self.axes
 
     def through(self, norm: Any) -> Reading:
-        """What is read through a norm: its scale and shift fold into the matrix."""
+        """A reading through a norm, whose scale and shift fold into the matrix."""
         shift = getattr(norm, "bias", None)
         scale = as_array(norm.weight) + (1.0 if self.norm == "rms-plus-one" else 0.0)
         return Reading(self.axes.T, scale, None if shift is None else as_array(shift))
 
     def turn_attention(self, reading: Reading, weights: HeadWeights) -> HeadWeights:
-        """An attention that reads and writes the stream."""
+        """An attention between the kept axes: queries, keys and values read the stream, W_o writes to it."""
         changed: dict[str, Any] = {}
-        for name in ("query", "key", "value"):  # each head alone
+        for name in ("query", "key", "value"):
             heads, biases = reading(getattr(weights, name), getattr(weights, f"{name}_bias"))
             changed |= {name: heads, f"{name}_bias": biases}
         output, output_bias = self.write(weights.output, weights.output_bias)
@@ -105,24 +106,27 @@ class OutputFit:
         self.start = matrix if bias is None else np.concatenate([matrix, bias[None]])
         self.biased, self.ridge, self.chosen = bias is not None, ridge, ridge
         self._start = torch.from_numpy(self.start).to(device)
-        size, like = len(self.start), self._start
+        size, start = len(self.start), self._start
         # Of the rows that are fitted, and of those held out: Z^T Z, Z^T (T - Z W0), their number and ||T||^2.
-        self._sums: list[list[Any]] = [[like.new_zeros(size, size), torch.zeros_like(like), 0, 0.0] for _ in "fh"]
-        self._left = [0.0, 0.0]  # ||T - Z W0||^2 of both
+        self._sums: list[list[Any]] = [
+            [start.new_zeros(size, size), torch.zeros_like(start), 0, 0.0] for _ in range(2)
+        ]
+        self._residuals = [0.0, 0.0]  # ||T - Z W0||^2 of both
 
-    def add(self, inputs: Tensor, targets: Tensor, held: Tensor) -> None:
-        """Rows that count: what the matrix reads ``(n, F)`` and should give ``(n, D)``, and which are held out."""
-        z, goal = inputs.double(), targets.double()
+    def add(self, inputs: Tensor, targets: Tensor, is_held_out: Tensor) -> None:
+        """Rows that count: inputs ``(n, F)`` and targets ``(n, D)`` of the matrix, and which are held out."""
+        z, t = inputs.double(), targets.double()
         if self.biased:
             z = torch.cat([z, z.new_ones(len(z), 1)], dim=1)
-        parts = [(z, goal)] if self.ridge is not None else [(z[some], goal[some]) for some in (~held, held)]
-        for at, (read, there) in enumerate(parts):
-            sums, rest = self._sums[at], there - read @ self._start
-            sums[0] += read.mT @ read
-            sums[1] += read.mT @ rest
-            sums[2] += len(read)
-            sums[3] += float(there.square().sum())
-            self._left[at] += float(rest.square().sum())
+        # A given ridge needs no rows to choose it by.
+        parts = [(z, t)] if self.ridge is not None else [(z[rows], t[rows]) for rows in (~is_held_out, is_held_out)]
+        for part, (z, t) in enumerate(parts):
+            sums, residual = self._sums[part], t - z @ self._start
+            sums[0] += z.mT @ z
+            sums[1] += z.mT @ residual
+            sums[2] += len(z)
+            sums[3] += float(t.square().sum())
+            self._residuals[part] += float(residual.square().sum())
 
     def _read_sums(self) -> list[RowSums]:
         return [RowSums(as_array(inner), as_array(cross), *rest) for inner, cross, *rest in self._sums]
@@ -139,12 +143,13 @@ class OutputFit:
     def held_error(self) -> float:
         """After ``solve``: the relative error of a fit on held-out rows, or on all where none are held out."""
         fitted, held_out = self._read_sums()
-        at = int(held_out.rows > 0 and fitted.rows > 0)
-        judged, left = (fitted, held_out)[at], self._left[at]
+        part = int(held_out.rows > 0 and fitted.rows > 0)
+        sums, squared = (fitted, held_out)[part], self._residuals[part]
         if self.chosen is not None:
             change = solve_change(fitted, self.chosen, biased=self.biased)
-            left += float((change * (judged.inner @ change - 2.0 * judged.cross)).sum())
-        return float(np.sqrt(max(left, 0.0) / judged.size)) if judged.size > 0.0 else 0.0
+            # ||R - Z C||^2 = ||R||^2 + <C, Z^T Z C - 2 Z^T R>, from sums alone.
+            squared += float((change * (sums.inner @ change - 2.0 * sums.cross)).sum())
+        return float(np.sqrt(max(squared, 0.0) / sums.size)) if sums.size > 0.0 else 0.0
 
 
 def check_ends(model: Any, family: Family) -> None:
@@ -182,6 +187,7 @@ def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]
 def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, basis: Basis, last_rows: Tensor) -> None:
     """Embeddings, the last norm and its readers, from what that norm gave."""
     base, student_base = base_of(teacher), base_of(student)
+    # The student's model multiplies by sqrt(D'), the teacher's by sqrt(D).
     factor = (basis.kept.shape[0] / basis.kept.shape[1]) ** 0.5 if family.embedding_scale else 1.0
     for path, axis in family.embeddings:
         if has_part(base, path):
@@ -192,11 +198,11 @@ def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, basis: Bas
     for name, module in final_readers(teacher, family):
         target = student.get_submodule(name)
         matrix, bias = read_linear(module)
-        # A reader of several rows side by side has a chunk for each.
+        # A reader of several concatenated rows has a chunk for each.
         chunks = matrix.reshape(-1, basis.kept.shape[0], matrix.shape[1])
-        turned, moved = zip(*(reading(chunk, None) for chunk in chunks), strict=True)
-        added = [vector for vector in (bias, *moved) if vector is not None]
-        total = np.sum(added, axis=0) if added else None
+        turned, shifts = zip(*(reading(chunk, None) for chunk in chunks), strict=True)
+        summands = [vector for vector in (bias, *shifts) if vector is not None]
+        total = np.sum(summands, axis=0) if summands else None
         if target.bias is None and total is not None:
             # No place for a bias: the last norm keeps the shift that comes nearest to it through this reader.
             shift = np.linalg.lstsq(turned[0].T, total, rcond=None)[0]
