@@ -120,7 +120,7 @@ def _why_unfit(measure: Measure) -> str | None:
 
 
 def _site(layer: int, name: str, walk: Walk, measure: Measure | None, reason: str | None) -> AttentionSite:
-    if measure is None:  # a fused operator says it in its attributes
+    if measure is None:  # a fused operator has the numbers as attributes: com.microsoft's first, or ONNX's two
         head_counts = [walk.node.attributes.get_int(key) for key in ("num_heads", "q_num_heads", "kv_num_heads")]
         measure = Measure(num_heads=head_counts[0] or head_counts[1], num_kv_heads=head_counts[2])
     logits, probs, values, context = (
@@ -153,15 +153,15 @@ def projection_of(site: AttentionSite) -> NDArray[Any]:
     return site.output_projection
 
 
-def select_sites(sites: Sequence[AttentionSite], wanted: str | None) -> tuple[AttentionSite, ...]:
-    """The sites that a text such as ``0,2,4-7``, ``encoder*``, ``self`` or ``cross`` names, in order, each once.
+def select_sites(sites: Sequence[AttentionSite], selection: str | None) -> tuple[AttentionSite, ...]:
+    """The sites that a selection such as ``0,2,4-7``, ``encoder*``, ``self`` or ``cross`` names, in order, each once.
 
-    Without a text all; ``argument-value`` for a part that names none.
+    None selects all; ``argument-value`` for a part that names none.
     """
-    if wanted is None:
+    if selection is None:
         return tuple(sites)
     chosen: set[int] = set()
-    for term in (term.strip() for term in wanted.split(",")):
+    for term in (term.strip() for term in selection.split(",")):
         layers = {site.layer for site in sites if _is_named(site, term)}
         if not layers:
             raise argument_value(
@@ -188,7 +188,10 @@ DECODER_MASK: Final = "decoder_attention_mask"
 
 @dataclass(frozen=True)
 class SiteKinds:
-    """The kind of each site by number, none where there is no cross attention; ``own_keys`` are the decoder's own."""
+    """The kind of each site by number, none where there is no cross attention.
+
+    ``own_keys`` are the cross sites that read the decoder's keys: the encoder's mask says nothing of them.
+    """
 
     kinds: Mapping[int, str]
     own_keys: Collection[int] = ()
@@ -201,7 +204,7 @@ class SiteKinds:
 
 
 def find_kinds(sites: Sequence[AttentionSite], specs: Sequence[InputSpec]) -> SiteKinds:
-    """Tell the kinds of all sites of a graph apart, by ``specs`` of its inputs."""
+    """The kinds of all sites, from the tensors that each map is made of and ``specs`` of the graph's inputs."""
     readable = [site for site in sites if site.walk.probs is not None and site.walk.values is not None]
     crosses = [site for site in readable if site.cross]
     if not crosses:
@@ -210,31 +213,35 @@ def find_kinds(sites: Sequence[AttentionSite], specs: Sequence[InputSpec]) -> Si
     def upstream(tensor: ir.Value | None) -> frozenset[str]:
         return frozenset(str(value.name) for value in ancestors(tensor)) if tensor is not None else frozenset()
 
-    below = [upstream(site.walk.values) for site in crosses]  # what keys and values of cross attention are made from
-    encoder_tensors = frozenset().union(*below)
+    value_sources = [upstream(site.walk.values) for site in crosses]
+    encoder_tensors = frozenset().union(*value_sources)
     cross_maps = {site.probs for site in crosses}
     sequences = [spec.name for spec in specs if len(spec.shape) > 1]
-    # A mask that only the logits read belongs to the inputs that are as long by name.
+    # The encoder's mask may reach the logits alone, so no value comes from it: it has the encoder's length, by name.
     lengths = {spec.shape[1] for spec in specs if spec.name in encoder_tensors and len(spec.shape) > 1} - {None}
     others = [name for name in sequences if name not in encoder_tensors and not name.startswith("encoder_")]
     # A number may be both sequences' length by chance; a name is one of them.
     lengths -= {s.shape[1] for s in specs if s.name in others and s.part != "mask" and isinstance(s.shape[1], int)}
     masks = {spec.name for spec in specs if spec.part == "mask" and spec.shape[1] in lengths}
-    decoder = tuple(sorted(n for n in others if n not in masks or n.startswith("decoder_")))
+    decoder_inputs = tuple(sorted(name for name in others if name not in masks or name.startswith("decoder_")))
     kinds: dict[int, str] = {}
     for site in readable:
-        made_of = upstream(site.walk.probs)
+        sources = upstream(site.walk.probs)
         if site.cross:
             kinds[site.layer] = "cross"
-        elif not cross_maps.isdisjoint(made_of):
+        elif not cross_maps.isdisjoint(sources):
             kinds[site.layer] = "decoder"
         else:
-            # Beside the encoder, as another branch on its inputs; the decoder's rows may be learned queries.
-            is_beside = made_of.isdisjoint(decoder) and not made_of.isdisjoint(sequences)
-            kinds[site.layer] = "encoder" if site.probs in encoder_tensors or is_beside else "decoder"
-    own_keys = {s.layer for s, tensors in zip(crosses, below, strict=True) if not cross_maps.isdisjoint(tensors)}
-    masks = {spec.name for spec in specs if spec.name in decoder and spec.part == "mask"}
-    return SiteKinds(kinds, own_keys, decoder, DECODER_MASK if DECODER_MASK in masks else None)
+            # Another branch on the encoder's inputs. A map of no sequence at all is the decoder's: learned queries.
+            is_branch = sources.isdisjoint(decoder_inputs) and not sources.isdisjoint(sequences)
+            kinds[site.layer] = "encoder" if site.probs in encoder_tensors or is_branch else "decoder"
+    own_keys = {
+        site.layer
+        for site, tensors in zip(crosses, value_sources, strict=True)
+        if not cross_maps.isdisjoint(tensors)  # made behind another cross attention, so in the decoder
+    }
+    decoder_masks = {spec.name for spec in specs if spec.name in decoder_inputs and spec.part == "mask"}
+    return SiteKinds(kinds, own_keys, decoder_inputs, DECODER_MASK if DECODER_MASK in decoder_masks else None)
 
 
 Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
@@ -244,7 +251,7 @@ Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
 def choose_layers(
     sites: Sequence[AttentionSite], selected: Sequence[AttentionSite], kinds: SiteKinds, options: PrecomputeOptions
 ) -> tuple[Chosen, int | None, tuple[KindLayers, ...]]:
-    """The sites by student layer, how many layers the student is meant to have, and how many of each kind."""
+    """The sites by student layer, the student's number of layers (None where pairs leave it open), and by kind."""
     if not options.has_attention:
         return (), None, ()
     if not sites:
@@ -264,7 +271,7 @@ def choose_layers(
         message = f"num_student_layers must be one number, {why}; got {dict(num_layers)}"
         raise ShdError("layers-invalid", message, "CACHE-105")
     else:
-        teachers = selected if pairs is None else sites
+        teachers = selected if pairs is None else sites  # pairs count all sites
         count = len(teachers) if pairs is None else 1 + max((student for student, _ in pairs), default=0)
         count = count if num_layers is None else num_layers
         if pairs is None and count > len(teachers):
@@ -305,8 +312,8 @@ def _choose_by_kind(
         if kind not in (numbers if num_layers is None else num_layers):
             continue
         number = numbers[kind] if num_layers is None else num_layers[kind]
-        before = sum(entry.num_student_layers for entry in counts)
+        offset = sum(entry.num_student_layers for entry in counts)
         pairs = layer_map(numbers[kind], number)
-        chosen += [(before + student, of_kind[kind][teacher]) for student, teacher in pairs]
+        chosen += [(offset + student, of_kind[kind][teacher]) for student, teacher in pairs]
         counts.append(KindLayers(kind, number))
     return tuple(chosen), tuple(counts)
