@@ -120,7 +120,7 @@ def _why_unfit(measure: Measure) -> str | None:
 
 
 def _site(layer: int, name: str, walk: Walk, measure: Measure | None, reason: str | None) -> AttentionSite:
-    if measure is None:  # a fused operator has the numbers as attributes: com.microsoft's first, or ONNX's two
+    if measure is None:  # a fused operator's attributes: num_heads in com.microsoft, q_num_heads in ONNX
         head_counts = [walk.node.attributes.get_int(key) for key in ("num_heads", "q_num_heads", "kv_num_heads")]
         measure = Measure(num_heads=head_counts[0] or head_counts[1], num_kv_heads=head_counts[2])
     logits, probs, values, context = (
