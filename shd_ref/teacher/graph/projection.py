@@ -1,4 +1,4 @@
-"""The output projection: the sum of products with constants where all that is made of ``map @ V`` has met again."""
+"""The output projection: constants that multiply ``map @ V``, up to the tensor that sums all these products."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Weight:
 
 
 def product_weight(node: ir.Node, slot: int) -> Weight | None:
-    """What an operator multiplies its input at this place by; None where it does something else."""
+    """The constant by which an operator multiplies its input at this place; None where it does something else."""
     if node.op_type == "MatMul" and slot == 1:  # W x on columns: (out, in) on the left
         weight = fixed_input(node, 0)
-        return Weight(_wide(weight.T), -2, -2) if weight is not None and weight.ndim == 2 else None
+        return Weight(_as_floats(weight.T), -2, -2) if weight is not None and weight.ndim == 2 else None
     if slot != 0:
         return None
     if node.op_type == "Conv":
@@ -43,7 +43,7 @@ def _right_weight(node: ir.Node) -> Weight | None:
     weight = fixed_input(node, 1)
     if weight is None or any(map(node.attributes.get_int, ("transA", "transBatchA", "transBatchB"))):
         return None
-    while weight.ndim > 2 and len(weight) == 1:
+    while weight.ndim > 2 and len(weight) == 1:  # axes that a product broadcasts
         weight = weight[0]
     if weight.ndim not in (2, 3):
         return None
@@ -61,10 +61,10 @@ def _pointwise_weight(node: ir.Node) -> Weight | None:
     pads, strides = node.attributes.get_ints("pads", ()), node.attributes.get_ints("strides", ())
     if any(pads) or any(step != 1 for step in strides):
         return None
-    return Weight(_wide(weight.reshape(weight.shape[:2]).T), 1 - weight.ndim, 1 - weight.ndim)
+    return Weight(_as_floats(weight.reshape(weight.shape[:2]).T), 1 - weight.ndim, 1 - weight.ndim)
 
 
-def _wide(weight: NDArray[Any]) -> NDArray[Any]:
+def _as_floats(weight: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(weight, dtype=np.float64 if weight.dtype == np.float64 else np.float32)
 
 
@@ -74,14 +74,14 @@ _QUANTISED: Final = {
     "MatMulIntegerToFloat": (1, 3, 5),
     "QLinearMatMul": (3, 4, 5),
 }
-"""Products of integers: the places of codes, scale and zero point; the scale of one is applied behind it."""
+"""Products of integers: the places of codes, scale (-1: in a later operator) and zero point."""
 
 
 def _quantised_weight(node: ir.Node) -> NDArray[np.float32] | None:
     """``(codes - zero) * scale`` of a product of integers."""
     codes, scale, zero = (fixed_input(node, slot) for slot in _QUANTISED[node.op_type])
     if node.op_type == "MatMulInteger":
-        scale = _scale_behind(node)
+        scale = _find_scale(node)
     if codes is None or codes.ndim != 2 or scale is None:
         return None
     offset = codes.astype(np.float32) - (0.0 if zero is None else zero.astype(np.float32))
@@ -89,11 +89,11 @@ def _quantised_weight(node: ir.Node) -> NDArray[np.float32] | None:
     return weight
 
 
-def _scale_behind(product: ir.Node) -> NDArray[Any] | None:
+def _find_scale(product: ir.Node) -> NDArray[Any] | None:
     """The weight's scale, which follows a product of integers: ``Cast``, then ``Mul`` by both operands' scales."""
     for cast, _ in product.outputs[0].uses():
-        for scaled, number in cast.outputs[0].uses() if cast.op_type == "Cast" else ():
-            scales = scaled.inputs[1 - number] if scaled.op_type == "Mul" else None
+        for scaled, slot in cast.outputs[0].uses() if cast.op_type == "Cast" else ():
+            scales = scaled.inputs[1 - slot] if scaled.op_type == "Mul" else None
             node = None if scales is None else scales.producer()
             sources = (scales,) if node is None or node.op_type != "Mul" else node.inputs
             for source in sources:
@@ -124,7 +124,7 @@ class Projection:
 
 
 NO_PROJECTION: Final = Projection()
-"""Of a walk that ends before it."""
+"""For a walk that ends before the projection."""
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,18 @@ class _Linear:
 
 
 class _Other(Enum):
-    """A tensor that is made of the heads' outputs in another way: of themselves, or of a sum of products."""
+    """A tensor that is made of the heads' outputs, and not linear in them."""
 
-    BENT, BEHIND = range(2)
+    BENT = 0  # made of them before their products are summed, as by a gate: no sum is whole once it joins them again
+    BEHIND = 1  # made of whole sums alone, as by the norm after the block: past the projection
 
 
 def follow_to_projection(context: ir.Value) -> Projection:
-    """Read forward from the heads' outputs to the first tensor in which all that is made of them has met."""
+    """Read forward from the heads' outputs to the first tensor that sums everything linear in them."""
     producer = context.producer()
     graph = None if producer is None else producer.graph
     readings: dict[ir.Value, _Linear | _Other] = {}
-    waiting: dict[ir.Value, set[ir.Node]] = {}  # tensors that operators are still to read, or that are results
+    waiting: dict[ir.Value, set[ir.Node]] = {}  # tensors with their operators still to come, and results
     path: list[ir.Node] = []
     sums: list[_Linear] = []  # as they are read by something that is not linear
     bends: list[ir.Node] = []
@@ -196,18 +197,19 @@ def follow_to_projection(context: ir.Value) -> Projection:
         for output in node.outputs[:1] if node.op_type == "DynamicQuantizeLinear" else node.outputs:
             note(output, result)
         unread = [reading for value in waiting if isinstance(reading := readings[value], _Linear)]
+        # Done where one whole sum is all that later operators can read.
         if is_bent or not unread or (len(waiting) == 1 and unread[0].is_whole):
             break
-    last = [readings[value] for value in waiting]
-    sums += [reading for reading in last if isinstance(reading, _Linear) and reading.is_whole]
+    sums += [reading for value in waiting if isinstance(reading := readings[value], _Linear) and reading.is_whole]
     if is_bent or not sums:
         return Projection(reason=_describe_bends(bends))
-    if any(other.terms != sums[0].terms for other in sums):
+    if any(reading.terms != sums[0].terms for reading in sums):
         return Projection(
             reason="the heads' outputs meet several weights whose products are used apart, so none of them is "
             "the output projection: choose other layers, or export the model up to one of these products"
         )
     terms = sums[0].terms
+    # Of the operators before any product those that lead to one, for ``replay`` to find each head's rows of W_o.
     needed, leading = {term.source for term in terms}, []
     for node in reversed(path):
         if not needed.isdisjoint(node.outputs):
@@ -217,11 +219,11 @@ def follow_to_projection(context: ir.Value) -> Projection:
 
 
 def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | None:
-    """What an operator makes of linear tensors; None where its result is not linear in them."""
+    """The result of an operator on linear tensors; None where it is not linear in them."""
     places = {position: known[value] for position, value in enumerate(node.inputs) if value in known}
     if node.op_type in ADDING_OPS:
         if node.op_type == "Sub" and 1 in places:
-            if not places[1].terms:
+            if not places[1].terms:  # without weights there is nothing that holds the sign
                 return None
             places[1] = _scale(places[1], -1.0)
         return _join(list(places.values()))
@@ -239,8 +241,8 @@ def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | No
     if node.op_type in LAYOUT_OPS:
         return _move(node, reading) if position == 0 else None
     if node.op_type in _PICKING:
-        fixed = position == 0 and all(value.const_value is not None for value in others)
-        return reading if fixed and not reading.terms else None
+        is_fixed = position == 0 and all(value.const_value is not None for value in others)
+        return reading if is_fixed and not reading.terms else None
     if node.op_type == "Mul" or (node.op_type == "Div" and position == 0):
         return _scale_by(node.op_type, reading, others[0])
     if node.op_type == "ReduceSum":
@@ -250,8 +252,8 @@ def read_operator(node: ir.Node, known: dict[ir.Value, _Linear]) -> _Linear | No
 
 def _join(readings: list[_Linear]) -> _Linear | None:
     first, *rest = readings
-    alike = all((r.axis, r.moves, r.by_head) == (first.axis, first.moves, first.by_head) for r in rest)
-    if rest and not (alike and all(r.terms for r in readings)):
+    is_alike = all((r.axis, r.moves, r.by_head) == (first.axis, first.moves, first.by_head) for r in rest)
+    if rest and not (is_alike and all(r.terms for r in readings)):
         return None
     return replace(first, terms=tuple(term for reading in readings for term in reading.terms))
 
@@ -273,8 +275,8 @@ def _scale_by(op_type: str, reading: _Linear, value: ir.Value) -> _Linear | None
     by_column = reading.axis == -1 and factor.shape[-1:] == (reading.terms[0].weight.shape[-1],)
     if factor.size != 1 and not (by_column and factor.size == factor.shape[-1]):
         return None
-    wide = factor.astype(np.float64).reshape(-1)
-    return _scale(reading, wide if op_type == "Mul" else 1.0 / wide)
+    scale = factor.astype(np.float64).reshape(-1)
+    return _scale(reading, scale if op_type == "Mul" else 1.0 / scale)
 
 
 def _move(node: ir.Node, reading: _Linear) -> _Linear | None:
@@ -305,7 +307,7 @@ def _sum_heads(node: ir.Node, reading: _Linear) -> _Linear | None:
 
 
 def _multiply(node: ir.Node, place: int, reading: _Linear) -> _Linear | None:
-    """The product with a constant; of a product, the product of both matrices."""
+    """The product with a constant; the second of two in a row multiplies the matrix of the first."""
     factor = product_weight(node, place)
     source = node.inputs[place]
     if factor is None or source is None:
@@ -316,8 +318,8 @@ def _multiply(node: ir.Node, place: int, reading: _Linear) -> _Linear | None:
         return None
     if reading.terms[0].weight.shape[-1] != len(factor.matrix):
         return None
-    wide = factor.matrix.astype(np.float64)
-    terms = tuple(replace(term, weight=(term.weight @ wide).astype(term.weight.dtype)) for term in reading.terms)
+    second = factor.matrix.astype(np.float64)  # rounded once, after the product
+    terms = tuple(replace(term, weight=(term.weight @ second).astype(term.weight.dtype)) for term in reading.terms)
     return replace(reading, terms=terms, axis=factor.out_axis)
 
 

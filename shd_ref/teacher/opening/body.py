@@ -52,12 +52,12 @@ class Body:
         return self.op("Reshape", value, self.const(shape))
 
     def sizes(self, value: str, *axes: int) -> str:
-        """Of these axes, int64 ``(len(axes),)``."""
+        """Sizes of these axes, int64 ``(len(axes),)``."""
         return self.op("Gather", self.op("Shape", value), self.const(axes))
 
     def reduce_max(self, value: str) -> str:
         """Maximum over the last axis, kept."""
-        if self.opset < 18:
+        if self.opset < 18:  # axes became an input
             return self.op("ReduceMax", value, axes=[-1], keepdims=1)
         return self.op("ReduceMax", value, self.const([-1]), keepdims=1)
 
@@ -78,7 +78,7 @@ class Body:
         self.nodes.append(onnx.helper.make_node("Identity", [value], [name], name=f"{name}_name"))
 
     def call(self, key: Hashable, make: Callable[[], onnx.FunctionProto], inputs: Sequence[str]) -> dict[str, str]:
-        """Call a function, made at its first use, one for a key; its results by the names it gives them."""
+        """Call the key's function, which the first call makes; results by the names of its outputs."""
         if key not in self.functions:
             function = make()
             if any(function.name == other.name for other in self.functions.values()):  # plans differ by layer
@@ -98,7 +98,7 @@ class Body:
         return results
 
     def inside(self, kind: str) -> Body:
-        """A body of a graph that a node of this one will hold."""
+        """A body for the graph inside a node of this one, such as a Loop."""
         return Body(f"{self.prefix}{kind}{len(self.nodes)}/", self.opset)
 
     def output(self, value: str, name: str, elem_type: int, rank: int | None) -> None:
@@ -112,7 +112,7 @@ class Body:
 
 
 _MOST_STEPS: Final = 16
-"""Back from an operand to the softmax that it is the map of."""
+"""The most operators between a softmax and the product that reads its map."""
 _SPARE_LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NONE: Final = "-"
 """An axis of size 1, where an operand has no letter for a row or a column."""
@@ -159,18 +159,18 @@ def _rewrite(
     if len(terms) != 2:
         return False
     summed = [letter for letter in terms[0] if letter in terms[1] and letter not in output]
-    numbers: dict[str, int] = {}
+    letter_sizes: dict[str, int] = {}
     for name, term in zip(node.input, terms, strict=True):
         for letter, size in zip(term, sizes.get(name, ()), strict=False):
-            if size is not None and numbers.setdefault(letter, size) != size:
+            if size is not None and letter_sizes.setdefault(letter, size) != size:
                 return False  # one of them is broadcast
     if not summed or not {*terms[0]} ^ {*terms[1]} <= {*output}:  # no product, or summed alone
         return False
     operands = list(zip(node.input, terms, strict=True))
     # The map is left, else queries before keys: the operand whose own letter comes first.
-    first_own = next((letter for letter in output if not (letter in terms[0] and letter in terms[1])), "")
+    first_row = next((letter for letter in output if not (letter in terms[0] and letter in terms[1])), "")
     is_map = [_comes_from_softmax(name, producers) for name in node.input]
-    if is_map[1] or (not is_map[0] and first_own and first_own in terms[1]):
+    if is_map[1] or (not is_map[0] and first_row and first_row in terms[1]):
         operands.reverse()
     (_, left), (_, right) = operands
     batch = [letter for letter in output if letter in left and letter in right]
@@ -180,12 +180,16 @@ def _rewrite(
     # Of several rows or columns all but one are axes along which the other operand is broadcast.
     broadcast = [*rows[:-1], *columns[:-1]]
     row, column = rows[-1:] or [_NONE], columns[-1:] or [_NONE]
-    is_one = len(summed) == 1
+    is_single = len(summed) == 1
     first = _arrange(body, *operands[0], [*batch, *broadcast], [*row, *summed])
-    second = _arrange(body, *operands[1], [*batch, *broadcast], [*summed, *column] if is_one else [*column, *summed])
-    if not is_one:  # side by side, as their sizes need not be known
-        count = len(_kept([*batch, *broadcast], right)) + 1
-        first = body.reshape(first, *[0] * (len(_kept([*batch, *broadcast], left)) + 1), -1)
+    second = _arrange(
+        body, *operands[1], [*batch, *broadcast], [*summed, *column] if is_single else [*column, *summed]
+    )
+    if not is_single:
+        # Flattened to one axis by -1, whatever their sizes. A 0 copies the size at its own place, so the flat axis is
+        # last in both; the right operand is transposed afterwards.
+        count = len(_trim([*batch, *broadcast], right)) + 1
+        first = body.reshape(first, *[0] * (len(_trim([*batch, *broadcast], left)) + 1), -1)
         second = body.reshape(second, *[0] * count, -1)
         second = body.op("Transpose", second, perm=[*range(count - 1), count, count - 1])
     letters = [*batch, *broadcast, *row, *column]
@@ -197,14 +201,14 @@ def _rewrite(
     return True
 
 
-def _kept(leading: Sequence[str], term: str) -> Sequence[str]:
-    """Without the first axes that the operand lacks: a product broadcasts it along them by itself."""
+def _trim(leading: Sequence[str], term: str) -> Sequence[str]:
+    """The axes without the first ones that the operand lacks: MatMul broadcasts along them."""
     return leading[next((number for number, letter in enumerate(leading) if letter in term), len(leading)) :]
 
 
 def _arrange(body: Body, name: str, term: str, leading: Sequence[str], last: Sequence[str]) -> str:
     """An operand with these axes, of size 1 for letters that it lacks."""
-    axes = [*_kept(leading, term), *last]
+    axes = [*_trim(leading, term), *last]
     name = _transpose(body, name, list(term), [letter for letter in axes if letter in term])
     lacking = [number for number, letter in enumerate(axes) if letter not in term]
     return body.op("Unsqueeze", name, body.const(lacking)) if lacking else name
@@ -217,22 +221,22 @@ def _transpose(body: Body, name: str, letters: Sequence[str], order: Sequence[st
 
 
 def _parse(node: onnx.NodeProto, sizes: Mapping[str, list[int | None]]) -> tuple[list[str], str]:
-    """The letters of every operand and of the output, with unused letters for the axes of an ellipsis; or none."""
+    """The letters of every operand and of the output, with unused ones for an ellipsis; or none at all."""
     equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "")
     left, arrow, output = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow or len(terms) != len(node.input):
         return [], ""
     spare = "".join(letter for letter in _SPARE_LETTERS if letter not in equation)
-    most = 0
+    longest = 0  # axes of an ellipsis; the last letters, as shorter ones align at the right
     for number, (name, term) in enumerate(zip(node.input, terms, strict=True)):
         if "..." in term:
-            count = len(sizes[name]) - len(term) + 3 if name in sizes else -1
+            count = len(sizes[name]) - len(term) + len("...") if name in sizes else -1
             if not 0 <= count <= len(spare):
                 return [], ""
-            most = max(most, count)
+            longest = max(longest, count)
             terms[number] = term.replace("...", spare[len(spare) - count :])
-    output = output.replace("...", spare[len(spare) - most :])
+    output = output.replace("...", spare[len(spare) - longest :])
     words = [*terms, output]
     is_plain = all((word or "a").isalpha() and word.isascii() and len({*word}) == len(word) for word in words)
     return (terms, output) if is_plain and {*output} <= {*"".join(terms)} else ([], "")
@@ -245,5 +249,5 @@ def _comes_from_softmax(name: str, producers: Mapping[str, onnx.NodeProto]) -> b
             return node is not None
         if node.op_type not in MAP_CARRIERS | {"Transpose"}:
             return False
-        name = node.input[1 if node.op_type == "Where" else 0]
+        name = node.input[1 if node.op_type == "Where" else 0]  # Where(condition, map, 0)
     return False
