@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shd_ref.attention import Array, as_float, check_probs, soften_rows
 from shd_ref.cache.codecs.codecs import encode
-from shd_ref.errors import ShdError, argument_value, graph_unsupported
+from shd_ref.errors import ShdError, graph_unsupported
 from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import mix_maps, output_residual, solve_mixing
 from shd_ref.merging.plans import plan_groups
@@ -57,12 +57,9 @@ def compare_with_reference(
         query_mask: boolean ``(B, L)``, what was fed to ``row_mask_input``.
 
     Raises:
-        ShdError: ``graph-mismatch`` above the thresholds of ``specs/tolerances.json``; ``argument-value`` for a
-            graph without check outputs; ``not-finite`` and ``graph-unsupported`` for maps that are no
-            distributions.
+        ShdError: ``graph-mismatch`` above the thresholds of ``specs/tolerances.json``; ``not-finite`` and
+            ``graph-unsupported`` for maps that are no distributions.
     """
-    if not squeezed.check_outputs:
-        raise argument_value("squeezed must be made with check_outputs=True to be compared")
     layers = [LayerOutputs.read(layer, outputs, query_mask) for layer in squeezed.layers]
     return Comparison.merged(compare_layers(layers))
 

@@ -75,14 +75,10 @@ class SqueezedLayer:
 
 @dataclass(frozen=True)
 class SqueezedGraph:
-    """A teacher that outputs squeezed supervision, and the ``targets`` beside it as float32, and nothing else.
-
-    With ``check_outputs`` also what the reference needs.
-    """
+    """A teacher that outputs squeezed supervision, and the ``targets`` beside it as float32, and nothing else."""
 
     model: onnx.ModelProto
     layers: tuple[SqueezedLayer, ...]
-    check_outputs: bool
     targets: TargetTensors
 
 
@@ -162,7 +158,7 @@ def squeeze_graph(
         squeezed.append(layer)
     outputs = _output_targets(body, targets or TargetTensors())
     replaced = set() if tiling is None else {tiling.sites[layer].site.context for layer in forward}
-    return SqueezedGraph(assemble_graph(model, body, replaced), tuple(squeezed), check_outputs, outputs)
+    return SqueezedGraph(assemble_graph(model, body, replaced), tuple(squeezed), outputs)
 
 
 def _squeeze_tiles(
