@@ -28,12 +28,12 @@ from shd_ref.teacher.options import (
 from shd_ref.teacher.sources import Source
 
 
-def _refuse_nothing(_: Any, value: Any) -> None:
+def _refuse_empty(_: Any, value: Any) -> None:
     if value == "" or (isinstance(value, list) and "" in value):
         raise ValueError("Must be a folder or an address.")  # an empty place would mean the current folder
 
 
-PLACE = Parameter(validator=_refuse_nothing, metavar="CACHE")
+PLACE = Parameter(validator=_refuse_empty, metavar="CACHE")
 CacheArgument = Annotated[str, PLACE, Parameter(help="The cache: a folder, or an address such as s3://bucket/cache.")]
 TeacherPath = Annotated[Path, Parameter(help="The teacher as an ONNX graph.")]
 StudentHeads = Annotated[
@@ -77,7 +77,7 @@ class InputOptions:
     student_tokenizer: Annotated[Path | None, READING, Needs("tokenizer")] = None
 
     def absolute(self) -> InputOptions:
-        """The same for another process."""
+        """The same with absolute paths, for a process with another working folder."""
         tokenizer = self.tokenizer and self.tokenizer.absolute()
         student = self.student_tokenizer and self.student_tokenizer.absolute()
         return replace(self, inputs=self.inputs.absolute(), tokenizer=tokenizer, student_tokenizer=student)
@@ -100,18 +100,18 @@ class InputOptions:
 
 
 HEADS: Final = "num_student_heads"
-"""The one field that commands fill in themselves, of several numbers."""
+"""The one field that commands set themselves, once for each of several numbers."""
 
 
 def heads_of(
     student_heads: tuple[int, ...] | None, options: PrecomputeOptions, *, no_attention: bool, or_student: bool = False
 ) -> tuple[tuple[int, ...], PrecomputeOptions]:
-    """The numbers of heads, one at least, and the options; without attention the one number 0: ``argument-value``."""
+    """The numbers of heads, one at least, and the options; without attention 0 alone. Raises ``argument-value``."""
     if not no_attention:
         if student_heads is None:
-            when = "unless only logits, hidden states or embeddings are stored (--no-attention)"
-            other = ", or --student," if or_student else ""
-            raise ShdError("argument-value", f"--student-heads must be given{other} {when}")
+            condition = "unless only logits, hidden states or embeddings are stored (--no-attention)"
+            alternative = ", or --student," if or_student else ""
+            raise ShdError("argument-value", f"--student-heads must be given{alternative} {condition}")
         return student_heads, options
     heads = None if student_heads is None else ",".join(map(str, student_heads))
     need(heads is None, "argument-value", "--student-heads", "be left out with --no-attention", heads)
@@ -121,13 +121,13 @@ def heads_of(
 
 
 def check_both(teacher: Path | None, inputs: InputOptions | None) -> None:
-    """Refuse one of teacher and inputs without the other, where the teacher is run on request: ``argument-value``."""
+    """Refuse a teacher without inputs and inputs without a teacher, for a command that can run without both."""
     is_both = (teacher is None) == (inputs is None)
     need(is_both, "argument-value", "--teacher and --inputs", "be given together", "one of them")
 
 
 def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
-    """The options that dataclasses hold: fields that are options, not at their default and not ``without``."""
+    """The options of dataclasses as words to paste: fields that differ from their default, less ``without``."""
     words: list[str] = []
     for group in groups:
         hints = get_type_hints(type(group), include_extras=True)
@@ -136,7 +136,8 @@ def option_words(*groups: Any, without: Collection[str] = ()) -> list[str]:
             notes = get_args(hints[field.name])[1:]
             is_changed = field.default is MISSING or value != field.default
             if is_changed and field.name not in without and (UNASKED not in notes or field.name == HEADS):
+                # A field that names its option, as --with-teacher, holds several values: the option is repeated.
                 name = next((str(note.name[0]) for note in notes if isinstance(note, Parameter) and note.name), None)  # type: ignore[index]
-                for item in value if name else (value,):  # an option with a name is repeated for each
+                for item in value if name else (value,):
                     words += [name or option_of(field.name), write_value(field.name, item)]
     return words

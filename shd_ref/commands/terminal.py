@@ -1,4 +1,4 @@
-"""What commands print with: paths, messages and what files say are shown as they are, never obeyed."""
+"""Consoles, tables and progress of the commands. Text from files is shown as it is, never read as markup."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PlainConsole(Console):
         super().__init__(stderr=stderr, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """The text of a string, printed, in a table or as its title."""
+        """A string as text: rich calls this for everything printed, cells and titles of tables too."""
         return super().render_str(printable(text), **options)
 
     def say(self, text: str | Text) -> None:
@@ -38,12 +38,12 @@ messages = PlainConsole(stderr=True)
 
 
 def marked(word: str, style: str, rest: str = "") -> Text:
-    """A word in a style, and what follows it."""
+    """A word in a style, and plain text after it."""
     return Text.assemble((printable(word), style), printable(rest))
 
 
 def fact_table(title: str) -> Table:
-    """A table of names and what is said of them; long hashes and paths are folded."""
+    """A table of names and values; long hashes and paths are folded."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -65,14 +65,14 @@ def narrow_table(title: str | None = None, caption: str | None = None) -> Table:
 
 
 def plus_minus(value: float, margin: float | None, most: int | None = None) -> str:
-    """A number and half of its interval, if it has one, with two digits of the latter, but at most so many."""
+    """A number and half of its interval, if it has one, to two digits of the half, but at most ``most`` decimals."""
     if not margin or not math.isfinite(margin):
         return f"{value:.4g}"
     if most is None and margin < 1e-5:
         return f"{value:.1e} ± {margin:.0e}"
-    digits = max(1 - math.floor(math.log10(margin)), 0)
-    digits = digits if most is None else min(digits, most)
-    return f"{value:.{digits}f} ± {margin:.{digits}f}"
+    decimals = max(1 - math.floor(math.log10(margin)), 0)
+    decimals = decimals if most is None else min(decimals, most)
+    return f"{value:.{decimals}f} ± {margin:.{decimals}f}"
 
 
 EVERY: Final = 15.0
@@ -82,7 +82,7 @@ _IS_QUIET: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 
 def print_remarks(*remarks: str | None) -> None:
-    """What the user should know of a run, each once, on the error stream."""
+    """Remarks on a run, each once, on the error stream."""
     for remark in dict.fromkeys(remarks):
         if remark is not None:
             messages.say(marked("remark", "yellow", f": {remark}"))
@@ -90,7 +90,7 @@ def print_remarks(*remarks: str | None) -> None:
 
 @contextmanager
 def quiet_progress(is_quiet: bool) -> Iterator[None]:
-    """Leave out the progress of what is done meanwhile."""
+    """Show no progress of the work inside."""
     token = _IS_QUIET.set(is_quiet or _IS_QUIET.get())
     try:
         yield
@@ -108,37 +108,39 @@ def print_stage(text: str) -> None:
 def show_progress(*units: str) -> Iterator[tuple[Callable[..., None], ...]]:
     """Progress on the error stream while work is done: a line that changes on a terminal, elsewhere one now and then.
 
-    Yields for each unit what to call with the numbers done and in all (0 where not known), and with ``says`` in place
-    of the unit what is done now; all else is ignored. A call with 0 done begins a stage.
+    Yields a function for each unit. It takes the numbers done and in all (0 where not known), and as ``says`` the
+    work of the moment in place of the unit; all else is ignored. A call with 0 done begins a stage.
     """
     if _IS_QUIET.get():
         yield tuple(lambda *_, **__: None for _ in units)
     elif messages.is_interactive:
-        with messages.status("") as status:  # it draws at most so often; strings would be markup
-            yield tuple(_teller(unit, lambda text: status.update(Text(text, no_wrap=True)), 0.0) for unit in units)
+        with messages.status("") as status:  # it limits how often it draws; a string would be markup
+            yield tuple(_reporter(unit, lambda text: status.update(Text(text, no_wrap=True)), 0.0) for unit in units)
     else:
-        yield tuple(_teller(unit, lambda text: messages.say(f"progress: {text}"), EVERY) for unit in units)
+        yield tuple(_reporter(unit, lambda text: messages.say(f"progress: {text}"), EVERY) for unit in units)
 
 
-def _teller(unit: str, show: Callable[[str], None], pause: float) -> Callable[..., None]:
-    """What ``show_progress`` yields for a unit; ``pause``: seconds between two lines at least."""
-    began = stage = last_line = time.monotonic()
-    first = 0  # done when the stage began: a run may be resumed
+def _reporter(unit: str, show: Callable[[str], None], pause: float) -> Callable[..., None]:
+    """The function of a unit that ``show_progress`` yields; ``pause``: seconds between two lines at least."""
+    started = stage_start = last_line = time.monotonic()
+    done_before = 0  # a run may be resumed
 
-    def tell(done: int, total: int, *_: Any, says: str = unit) -> None:
-        nonlocal stage, last_line, first
+    def report(done: int, total: int, *_: Any, says: str = unit) -> None:
+        nonlocal stage_start, last_line, done_before
         now = time.monotonic()
-        if not done or not first:
-            stage, first = now, done
+        # The rate counts from the first call with anything done: resumed work was not done in this time.
+        if not done or not done_before:
+            stage_start, done_before = now, done
         if now - last_line < pause:
             return
         last_line = now
         count = f"{done}/{total} " if total else ""
-        left = (now - stage) / (done - first) * (total - done) if done > first else 0.0
-        ending = f", about {_clock(max(left, 1.0))} left" if left else ""
-        show(printable(f"{count}{says}; {_clock(now - began)} passed{ending}"))
+        is_known = done > done_before
+        remaining = (now - stage_start) / (done - done_before) * (total - done) if is_known else 0.0
+        ending = f", about {_clock(max(remaining, 1.0))} left" if remaining else ""
+        show(printable(f"{count}{says}; {_clock(now - started)} passed{ending}"))
 
-    return tell
+    return report
 
 
 def _clock(seconds: float) -> str:

@@ -1,8 +1,8 @@
-"""The mistakes that newcomers make, recognised by what they give.
+"""The mistakes that newcomers make, recognised by their results.
 
-``specs/mistakes.json`` has for each its words, and by operation what gives the same: other arguments of the reference
-(null: left out), or a way of this file with its options. It decides nothing: a failure that equals what a mistake
-would give is told in the mistake's words.
+``specs/mistakes.json`` has a sentence for each, and by operation how to get its result: the reference with other
+arguments (null: left out), or a function of this file with its options. Nothing is judged here: an answer that has
+failed already, and equals the result of a mistake, is explained by its sentence.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from shd_ref.merging.mixing import make_pool, merge_round
 
 
 def _answer(call: Any, inputs: Inputs, times: float = 1, plus: float = 0, power_of_t: int = 0) -> Any:
-    """What the reference gives, times this factor and that power of the temperature, plus a number."""
+    """The reference's answer times a factor and a power of the temperature, plus a number."""
     return plus + times * np.asarray(call(**inputs)) * (inputs["temperature"] ** power_of_t if power_of_t else 1)
 
 
 def _inverse(call: Any, inputs: Inputs, argument: str) -> Any:
+    """A mask with the opposite meaning, or 1 / T in place of T."""
     value = inputs[argument]
     return call(**{**inputs, argument: ~value if isinstance(value, np.ndarray) else 1 / value})
 
@@ -41,6 +42,7 @@ def _softened_after(call: Any, inputs: Inputs) -> dict[str, Any]:
 
 
 def _cycled(_: Any, inputs: Inputs) -> Array:
+    """Query head i reads value head i mod H_kv, in place of i // (H_t / H_kv) (MAP-6)."""
     values, weights = inputs["values"], inputs["output_projection"]
     heads = weights.shape[0] // values.shape[3]
     return np.asarray(values[:, np.arange(heads) % values.shape[1]] @ weights.reshape(heads, values.shape[3], -1))
@@ -52,8 +54,10 @@ def _quotient(_: Any, inputs: Inputs, *, clipped: bool = True, shared: bool = Fa
         np.asarray(inputs[f"{name}_{side}"], np.float64) for name in ("probs", "value_outputs") for side in "pq"
     )
     m, u, mask = (a_p - a_q) @ (x_p + x_q), (a_p - a_q) @ x_p, inputs.get("query_mask")
-    top, bottom = (((x * m).sum(-1) * (1 if mask is None else mask)).sum(-1) for x in (u, m))
-    alpha = top.sum() / bottom.sum() + 0 * top if shared else top / bottom
+    numerators, denominators = (((x * m).sum(-1) * (1 if mask is None else mask)).sum(-1) for x in (u, m))
+    alpha = numerators / denominators  # (B,)
+    if shared:
+        alpha = np.full_like(alpha, numerators.sum() / denominators.sum())
     return np.asarray(np.clip(alpha, 0.0, 1.0) if clipped else alpha)
 
 
@@ -98,23 +102,24 @@ def _loss(_: Any, inputs: Inputs, *, term: str = "kl", divide: str = "") -> floa
         counted = (p.sum(-1) > 0) & (True if mask is None else mask[:, None])
         log_p, log_q = (np.log(np.where(x > 0, x, 1.0)) for x in (np.asarray(p, np.float64), q))
         terms = {"kl": p * (log_p - log_q), "cross entropy": -p * log_q, "reversed": q * (log_q - log_p)}[term]
-        of_rows, num_maps = terms.sum(-1) * counted, num_maps + p.shape[1]
+        row_losses, num_maps = terms.sum(-1) * counted, num_maps + p.shape[1]
         if divide == "sample":
-            total += (of_rows.sum(-1) / np.maximum(counted.sum(-1), 1)).mean(0).sum()
+            total += (row_losses.sum(-1) / np.maximum(counted.sum(-1), 1)).mean(0).sum()
         else:
-            number = {"all": counted[:, 0].size, "none": 1}.get(divide) or np.maximum(counted.sum((0, 2)), 1)
-            total += (of_rows.sum((0, 2)) / number).sum()
+            num_rows = {"all": counted[:, 0].size, "none": 1}.get(divide) or np.maximum(counted.sum((0, 2)), 1)
+            total += (row_losses.sum((0, 2)) / num_rows).sum()
     return float(inputs.get("beta", 1)) * float(total) / (num_maps if inputs.get("reduction") == "mean" else 1)
 
 
 _FUNCTIONS = (_answer, _inverse, _empty_rows, _softened_after, _cycled, _quotient, _pool, _rounds, _layers, _loss)
+# specs/mistakes.json names them without the underscore.
 WAYS: dict[str, Callable[..., Any]] = {function.__name__[1:]: function for function in _FUNCTIONS}
 
 
 def recognise(
     operation: str, inputs: Inputs, right: Mapping[str, Any], got: Mapping[str, Any], output: str, dtype: str
 ) -> list[str]:
-    """The sentences of the mistakes that give this wrong output of a call; empty where none does."""
+    """The sentences of the mistakes that give this wrong output of a call; empty if none does."""
     sentences, call = [], getattr(shd_ref, operation)
     for mistake in load_mistakes().values():
         if not (options := dict(mistake["gives"].get(operation, {}))):
@@ -130,9 +135,10 @@ def recognise(
         except Exception:
             continue  # inputs outside what the mistake is about
         wrong = fields_of(wrong).get(output) if operation == "squeeze_heads" else wrong
-        same = [
-            compare({output: wrong}, list, {output: part.get(output)}, dtype, inputs) is None for part in (got, right)
-        ]
-        if same == [True, False]:
+        is_got, is_right = (
+            compare({output: wrong}, list, {output: answer.get(output)}, dtype, inputs) is None
+            for answer in (got, right)
+        )
+        if is_got and not is_right:  # on some inputs a mistake changes nothing
             sentences.append(mistake["message"])
     return sentences

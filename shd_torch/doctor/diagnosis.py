@@ -34,6 +34,7 @@ from shd_torch.recipes.terms import IGNORED
 from shd_torch.shrink import folders
 from shd_torch.training.recipe import is_causal_model
 
+# Names of parameters and modules in transformers and timm: no entry of a configuration is the same for all models.
 _LAYER_SCALE: Final = re.compile(r"layer_?scale|lambda_?[12]$|\.ls[12]\.|gamma_[12]$")
 _REGISTERS: Final = re.compile(r"register_tokens?$|reg_token$")
 _QK_NORM: Final = re.compile(r"(q|k|query|key)_?(layer)?_?norm$|(q|k)_ln$")
@@ -52,7 +53,7 @@ class Student:
     is_squeezed: bool  # whether shrink made it
 
     def make(self, seed: int) -> Any:
-        """A new one in float32: with the folder's weights, or with random ones by the seed."""
+        """A new model in float32: with the folder's weights, or with random ones by the seed."""
         config = copy.deepcopy(self.config)
         if self.has_weights:
             return folders.load_weights(self.folder, config).float()
@@ -79,8 +80,8 @@ class Parts:
     heads: int
     layers: int
     layer_scale: bool  # whether blocks are scaled channel by channel after their end
-    registers: int  # tokens beside class and patches
-    specials: int  # tokens of an image that are no patches, registers among them
+    registers: int  # tokens that are neither class nor patches
+    specials: int  # all tokens of an image that are no patches
     qk_norm: bool  # whether queries and keys of a head are normalised
     positions: str  # learned, rotary, relative, alibi or none
     is_causal: bool  # whether a row sees earlier positions alone
@@ -148,7 +149,7 @@ def _first(config: Any, *names: str) -> int | None:
 
 
 BLOCKS, HURTS, NOTE = EFFECTS = ("blocks", "hurts", "note")
-"""Supervision cannot work with it; is known to do worse with it; good to know."""
+"""Supervision cannot work with the difference; is known to do worse with it; or neither."""
 
 TOKENIZER_BYTES: Final = 2**27
 """A larger tokenizer.json is not read."""
@@ -247,7 +248,7 @@ def compare_tokenizers(teacher: Path | None, student: Path) -> list[Difference]:
     names = [name for name in _OF_TOKENS if teachers and students and teachers.get(name) != students.get(name)]
     if not names:
         return []
-    # Tokens that were added do not change what other text becomes.
+    # Added tokens change the ids of no other text.
     is_model = names != ["added_tokens"]
     effect = HURTS if is_model else NOTE
     remedy = "keep added tokens out of shared texts"
@@ -291,12 +292,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The diagnosis of a pair.
 
     Attributes:
         verdict: the answer.
-        teacher, student: what they are made of.
-        differences: those that block first.
+        teacher, student: their parts.
+        differences: first those that block.
         has_weights: whether the student's folder contains weights.
         is_squeezed: whether ``shrink`` made it.
         objective: the base loss; None without data.
@@ -352,7 +353,7 @@ def diagnose(
     for config in (model.config, learner.config) if data is not None else ():
         folders.check_positions(data or {}, folders.count_positions(config))
     tokens = compare_tokenizers(folder, learner.folder) if student_parts.patches is None else []
-    # Of tokenizers first: other tokens make all else vain.
+    # A stable sort, tokenizers first: with other tokens nothing else helps.
     differences = sorted(
         [*tokens, *compare_parts(parts, student_parts)], key=lambda difference: EFFECTS.index(difference.effect)
     )
@@ -381,7 +382,7 @@ def judge(
     is_sentence_encoder: bool,
     failure: str | None,
 ) -> Verdict:
-    """What was tried decides before what is known of other pairs; what makes it impossible decides before all."""
+    """The answer, in order of strength: obstacles, then the run of this pair, then experience with other pairs."""
     blocking, hurting = (
         [difference for difference in differences if difference.effect == effect] for effect in (BLOCKS, HURTS)
     )
@@ -422,10 +423,10 @@ def _read(data: Arrays, teacher: Parts, student: Parts) -> dict[str, Tensor]:
         longest = int(batch["attention_mask"].sum(-1).max()) if ids.ndim == 2 and len(ids) else 0
         rule = "hold texts of at least 2 tokens, as attention of one token is always 1"
         need(longest >= 2, "argument-value", "data", rule, longest)
-        known, largest = teacher.vocabulary, int(ids.max())
-        rule, remedy = f"hold tokens below the teacher's vocabulary of {known}", "use the teacher's tokenizer"
-        need(known is None or largest < known, "argument-value", "data", rule, largest, remedy=remedy)
-    if labels is not None:  # of a text -100 is none
+        size, largest = teacher.vocabulary, int(ids.max())
+        rule, remedy = f"hold tokens below the teacher's vocabulary of {size}", "use the teacher's tokenizer"
+        need(size is None or largest < size, "argument-value", "data", rule, largest, remedy=remedy)
+    if labels is not None:
         classes = student.labels if labels.ndim == 1 else student.vocabulary
         counted = labels[labels != IGNORED]
         if classes is not None and counted.numel():
@@ -436,11 +437,11 @@ def _read(data: Arrays, teacher: Parts, student: Parts) -> dict[str, Tensor]:
 
 
 class Pair(NamedTuple):
-    """What is run together."""
+    """A teacher and a student to run together."""
 
     model: Any  # the teacher
     teacher: Parts
-    learner: Student
+    learner: Student  # from which students are made
     student: Parts
     pooling: str | None  # of a sentence encoder
 
@@ -466,11 +467,11 @@ def _try(
         extra = f"{pair.teacher.specials} extra tokens besides the patches, the student {pair.student.specials}"
         remedy = "give it the same, or cut the merged maps with shd_torch.maps.align_tokens in your own training"
         return {"untried": f"the teacher has {extra}: {remedy}"}
-    start, few = pair.learner.make(0), {name: array[:2] for name, array in batch.items()}
-    live, problems = _run_together(pair, start, few)
+    start, two_samples = pair.learner.make(0), {name: array[:2] for name, array in batch.items()}
+    live, problems = _run_together(pair, start, two_samples)
     if live is None:
         return problems
-    objective = choose_objective(start, pair.model, few, pair.pooling)
+    objective = choose_objective(start, pair.model, two_samples, pair.pooling)
     if objective is None:
         return {
             "untried": "the student has no head, and its last hidden states are not of the teacher's width, so that "
@@ -481,8 +482,10 @@ def _try(
     beta = trial.find_beta(start, lambda done, total: progress(done, total, "steps to beta"))
     probe = None
     if options.probe:
-        tried = beta.middle if options.beta is None else options.beta
-        probe = trial.probe(pair.learner.make, tried, lambda done, total: progress(done, total, "steps of the probe"))
+        weight = beta.middle if options.beta is None else options.beta
+        probe = trial.probe(
+            pair.learner.make, weight, lambda done, total: progress(done, total, "steps of the probe")
+        )
     return {"objective": objective, "beta": beta, "probe": probe}
 
 
@@ -491,23 +494,26 @@ def _run_together(pair: Pair, start: Any, batch: Mapping[str, Tensor]) -> tuple[
 
     A teacher whose attention cannot be read as it runs may still teach from a cache, if its graph can be read.
     """
-    inputs, taught, problem = inputs_of(batch), None, None
+    inputs, targets, problem = inputs_of(batch), None, None
     try:
         if pair.learner.is_squeezed:
             live = OnlineTeacher.for_student(pair.model, pair.learner.folder)
         else:
             layers = layer_map(pair.teacher.layers, min(pair.student.layers, pair.teacher.layers))
             live = OnlineTeacher(pair.model, pair.student.heads, layers)
-        taught = live(**inputs)
+        targets = live(**inputs)
     except Exception as error:  # of the model's own code too, on data that it does not take
         problem = f"the teacher {_say_error(error)}"
         if not isinstance(error, ShdError) or pair.learner.is_squeezed:
             return None, {"failure": problem}
     try:
-        with torch.no_grad(), capture_attention(start, layers=None if taught is None else taught.layers) as captured:
+        with (
+            torch.no_grad(),
+            capture_attention(start, layers=None if targets is None else targets.layers) as captured,
+        ):
             start(**inputs)
-        if taught is not None:
-            layer_kls(captured, taught, loss_mask=mask_of(batch))
+        if targets is not None:
+            layer_kls(captured, targets, loss_mask=mask_of(batch))
     except Exception as error:
         return None, {"failure": f"the student {_say_error(error)}"}
     if problem is not None:

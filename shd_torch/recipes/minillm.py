@@ -51,9 +51,9 @@ class TeacherMixture:
             mask = self.attention_mask.to(input_ids.device)
             sampled = mask.new_ones((len(mask), input_ids.shape[1] - mask.shape[1]))
             mask = arguments["attention_mask"] = torch.cat((mask, sampled), 1)
-            arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+            arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)  # from the first token after the padding
         teacher: Tensor = self.teacher(**arguments).logits[:, -1].float().log_softmax(-1).to(student.device)
-        shares = student.new_tensor([1 - self.mix, self.mix]).log()
+        shares = student.new_tensor([1 - self.mix, self.mix]).log()  # -inf adds nothing
         return torch.logaddexp(shares[0] + student, shares[1] + teacher)
 
 
@@ -107,7 +107,7 @@ def minillm_rollout(
     check_number("reward_scale", reward_scale, above=0)
     check_number("reward_clip", reward_clip, above=0)
     ids, counted = _check_text(student_logits, teacher_logits, tokens, mask, check)
-    student, teacher = (_at(logits, ids, counted) for logits in (student_logits, teacher_logits))
+    student, teacher = (_token_log_probs(logits, ids, counted) for logits in (student_logits, teacher_logits))
     teacher = teacher.to(student)
     rewards = ((teacher - student) / reward_scale).clamp(-reward_clip, reward_clip)
     shares = torch.tensor([1 - mix, mix], dtype=student.dtype, device=student.device).log()
@@ -141,10 +141,10 @@ def minillm_advantages(
     check_real(rewards, "rewards", check=check, ndim=2)
     check_mask(mask, "mask", rewards.shape)
     values = rewards.to(compute_dtype(rewards))
-    returns, after = torch.empty_like(values), torch.zeros_like(values[:, 0])
+    returns, discounted = torch.empty_like(values), torch.zeros_like(values[:, 0])
     for position in reversed(range(values.shape[1])):
-        after = values[:, position] + discount * after
-        returns[:, position] = after
+        discounted = values[:, position] + discount * discounted
+        returns[:, position] = discounted
     rows_left = mask.to(values.device).flip(1).cumsum(1).flip(1)
     normalised = returns / rows_left.clamp(min=1)
     return normalised if whitening == "none" else _whiten(normalised, whitening)
@@ -165,8 +165,8 @@ def minillm_policy(
 ) -> Terms:
     """``mean max(-A rho w, -A clip(rho w, 1 - c, 1 + c)) + b mean KL(p_S || p_T)`` over counted rows.
 
-    ``rho = p_S(y) / p_S(y) when it was sampled``; A are the advantages of the batch that is given. Denominator of
-    both terms: the number of rows that count. Defaults are MiniLLM's (c = .2, gamma = .95, ``--single-step-reg``,
+    ``rho = p_S(y) / p_S(y) when it was sampled``; A are the advantages of this batch. Denominator of both
+    terms: the number of rows that count. Defaults are MiniLLM's (c = .2, gamma = .95, ``--single-step-reg``,
     b = 1); its student runs without dropout.
 
     Args:
@@ -177,7 +177,7 @@ def minillm_policy(
         discount: as in ``minillm_advantages``.
         whitening: as in ``minillm_advantages``.
         reverse_kl_weight: b, of the single-step term over the whole vocabulary.
-        shd: the attention term beside it, of live teachers: no cache holds text that was sampled now.
+        shd: the attention term, of live teachers: no cache holds text that was sampled just now.
 
     Returns:
         The terms ``policy`` (1) and ``reverse_kl`` (b).
@@ -186,11 +186,11 @@ def minillm_policy(
     rollout = Rollout(**rollout) if isinstance(rollout, Mapping) else rollout
     ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
     advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening, check=check)
-    log_probs = _at(student_logits, ids, counted)
-    before, weights, advantages = (
+    log_probs = _token_log_probs(student_logits, ids, counted)
+    sampled_log_probs, weights, advantages = (
         tensor.to(log_probs) for tensor in (rollout.log_probs, rollout.weights, advantages)
     )
-    ratio = (log_probs - before).exp() * weights
+    ratio = (log_probs - sampled_log_probs).exp() * weights
     surrogate = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
     policy = surrogate.masked_fill(~counted, 0.0).sum() / counted.sum().clamp(min=1)
     reverse = kd_loss(teacher_logits, student_logits, divergence="reverse_kl", loss_mask=counted, check=check)
@@ -200,16 +200,16 @@ def minillm_policy(
 def _whiten(numbers: Tensor, whitening: str) -> Tensor:
     count = numbers.new_tensor(float(numbers.numel()))
     sums = torch.stack([numbers.sum(), count])
-    ranks = dist.is_available() and dist.is_initialized()
-    if ranks:
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if is_distributed:
         dist.all_reduce(sums)
     mean, count = sums[0] / sums[1], sums[1]
     squares = (numbers - mean).square().sum()
-    if ranks:
+    if is_distributed:  # around the mean of all ranks
         dist.all_reduce(squares)
     if whitening == "unbiased":
-        several = ranks or numbers.numel() > 1
-        need(several, "argument-value", "whitening", "be biased or none for a single number", whitening)
+        has_several = is_distributed or numbers.numel() > 1
+        need(has_several, "argument-value", "whitening", "be biased or none for a single number", whitening)
         count = count - 1
     return (numbers - mean) * torch.rsqrt(squares / count + WHITENING_EPSILON)
 
@@ -231,9 +231,10 @@ def _check_text(
     return ids, counted
 
 
-def _at(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
+def _token_log_probs(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
     """Log-probabilities of tokens ``(B, R)``, 0 where the row does not count, with no gradient there."""
     rows = counted.to(logits.device)
-    wide = logits.to(compute_dtype(logits)).masked_fill(~rows[..., None], 0.0)
-    log_probs = wide.gather(-1, ids.to(logits.device)[..., None])[..., 0] - wide.logsumexp(-1)
+    # Filled before the logarithm, and after it: a NaN that only the result hides still has a NaN for its gradient.
+    filled = logits.to(compute_dtype(logits)).masked_fill(~rows[..., None], 0.0)
+    log_probs = filled.gather(-1, ids.to(logits.device)[..., None])[..., 0] - filled.logsumexp(-1)
     return log_probs.masked_fill(~rows, 0.0)
