@@ -147,7 +147,6 @@ def _site(layer: int, name: str, walk: Walk, measure: Measure | None, reason: st
 
 
 def projection_of(site: AttentionSite) -> NDArray[Any]:
-    """W_o of a supported site."""
     if site.output_projection is None:
         raise graph_unsupported(f"site {site.name} cannot be squeezed: it has no output projection")
     return site.output_projection

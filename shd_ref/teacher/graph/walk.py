@@ -363,7 +363,6 @@ def before_rounding(value: ir.Value) -> ir.Value:
 
 
 def operands(product: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """The two factors of a product."""
     places = (0, 3) if product.op_type == "QLinearMatMul" else (0, 1)
     left, right = (product.inputs[number] if number < len(product.inputs) else None for number in places)
     if left is None or right is None:

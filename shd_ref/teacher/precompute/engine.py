@@ -117,7 +117,6 @@ Engine: TypeAlias = Callable[[JobOrder, OnProgress | None, OnRead | None], "Prec
 
 
 def run_here(order: JobOrder, on_progress: OnProgress | None, on_read: OnRead | None) -> PrecomputeSummary:
-    """The engine that is this process."""
     job = order.prepare(on_read)
     job.write(job.missing, on_progress)
     return job.finish()
@@ -192,11 +191,9 @@ class PrecomputeJob:
         return self.find_missing(self.shards)
 
     def find_missing(self, shards: Collection[int]) -> set[int]:
-        """Those of some shards that are not committed."""
         return set(self._writer.missing_shards(list(shards)))
 
     def count_samples(self, shards: Collection[int]) -> int:
-        """Samples of these shards."""
         return sum(len(self._manifest.shard_samples(shard)) for shard in shards)
 
     def write(self, shards: Collection[int], on_progress: OnProgress | None = None) -> int:

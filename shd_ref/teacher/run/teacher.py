@@ -170,7 +170,6 @@ class TeacherRun:
         return Teacher(graph.sha256(), graph.path.name, provider_name(self.run.provider), graph.dtype, session)
 
     def squeeze(self, batch: Batch, *, checked: bool = False) -> BatchOutputs:
-        """Run a batch."""
         return self._squeeze(self.sessions.open(checked=checked), batch)
 
     def match_plans(self) -> tuple[MergePlan, ...]:
