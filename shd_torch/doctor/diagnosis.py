@@ -357,21 +357,21 @@ def diagnose(
     differences = sorted(
         [*tokens, *compare_parts(parts, student_parts)], key=lambda difference: EFFECTS.index(difference.effect)
     )
-    tried: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     pooling = find_pooling(folder)
     if data is not None and not any(difference.effect == BLOCKS for difference in differences):
         batch = _read(data, parts, student_parts)
         pair = Pair(model, parts, learner, student_parts, None if pooling is None else pooling.mode)
-        tried = _try(pair, differences, batch, options, progress)
+        measured = _try(pair, differences, batch, options, progress)
     squeezed = learner.is_squeezed
     verdict = judge(
         differences,
-        tried.get("probe"),
+        measured.get("probe"),
         is_squeezed=squeezed,
         is_sentence_encoder=pooling is not None,
-        failure=tried.get("failure"),
+        failure=measured.get("failure"),
     )
-    return Diagnosis(verdict, parts, student_parts, tuple(differences), learner.has_weights, squeezed, **tried)
+    return Diagnosis(verdict, parts, student_parts, tuple(differences), learner.has_weights, squeezed, **measured)
 
 
 def judge(

@@ -216,13 +216,13 @@ class Trial:
     def find_beta(self, student: Any, done: Done = lambda *_: None) -> BetaRange:
         """Betas by ``scale_report``: medians over a few batches, before and after a short training without SHD."""
         rows = torch.arange(len(next(iter(self.data.values()))))
-        looked = list(self._batches(rows[: LOOKS * self.options.batch_size]))
+        batches = list(self._batches(rows[: LOOKS * self.options.batch_size]))
 
         def look() -> float:
             student.eval()
-            terms = (self.terms(student, self.teacher(**inputs_of(batch)), batch, 0.0) for batch in looked)
+            terms = (self.terms(student, self.teacher(**inputs_of(batch)), batch, 0.0) for batch in batches)
             return statistics.median(
-                scale_report(each_terms, student.parameters()).weight_for(1.0) for each_terms in terms
+                scale_report(batch_terms, student.parameters()).weight_for(1.0) for batch_terms in terms
             )
 
         first = look()

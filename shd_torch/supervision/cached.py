@@ -288,8 +288,8 @@ def pack_records(
     """The records of a batch, layer by layer; in a buffer that they were read into in this order, or a new one."""
     form = manifest.find(Attention)
     blobs = [] if form is None else _attention_blobs(records, form, layers)
-    forms = tuple(other for other in manifest.forms if isinstance(other, Rows))
-    names = [part.name for other in forms for part in other.parts if part.name in records[0].parts]
+    forms = tuple(rows for rows in manifest.forms if isinstance(rows, Rows))
+    names = [part.name for rows in forms for part in rows.parts if part.name in records[0].parts]
     start = sum(map(len, blobs))
     if buffer is None:
         blobs += [record.parts[name] for name in names for record in records]

@@ -114,12 +114,9 @@ class RecipeTerms:
         logits = read_logits(outputs)
         length = 0 if logits is None else logits.shape[1]
         padded = kind.by_sample and batch.stored is not None and not bool(batch.stored.query_mask(length).all())
-        rule, got = (
-            "be full where a cache teaches, as it counts every position",
-            "padding, of which a cache lacks all",
-        )
+        rule = "be full where a cache teaches, which holds nothing of padding and counts every position"
         advice = "train on texts of one length, or with a live teacher"
-        need(not padded, "argument-value", f"a batch of {name}", rule, got, remedy=advice)
+        need(not padded, "argument-value", f"a batch of {name}", rule, "padding", remedy=advice)
         tokens = ("cls_logits", "distillation_logits")
         students: list[Any] = [read_output(outputs, token) for token in tokens] if kind.has_token else [logits]
         rule = f"have a student that returns {' and '.join(tokens) if kind.has_token else 'logits'}"
