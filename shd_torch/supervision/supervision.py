@@ -140,7 +140,8 @@ class Supervision(ABC):
         for first in range(0, batch, together):
             samples = slice(first, min(first + together, batch))
             subset = self if together == batch else self.samples(samples.start, samples.stop)
-            for start in range(0, num_rows, height):
+            # Of a triangle the largest tile comes first: the allocator then has memory that the others fit into.
+            for start in reversed(range(0, num_rows, height)):
                 yield subset, samples, slice(start, min(start + height, num_rows))
 
     @without_autocast
