@@ -56,22 +56,22 @@ def intersect_support(
     teacher, logits, _ = check_layer(
         supervision, student_logits, loss_mask=loss_mask, attn_mask=attn_mask, row_sums=row_sums, layer=0
     )
-    kept, dropped = intersect(teacher, ~np.isneginf(logits))
-    return IntersectedMaps(in_dtype_of(supervision, kept), dropped)
+    maps, dropped = intersect(teacher, ~np.isneginf(logits))
+    return IntersectedMaps(in_dtype_of(supervision, maps), dropped)
 
 
 def intersect(teacher: Array, may_attend: Mask) -> IntersectedMaps:
     """``intersect_support`` on checked arrays."""
-    kept = np.where(may_attend, teacher, 0.0)
+    maps = np.where(may_attend, teacher, 0.0)
     dropped: Array = np.where(may_attend, 0.0, teacher).sum(axis=-1)
-    return IntersectedMaps(rescale_rows(kept, teacher.sum(axis=-1), dropped), dropped)
+    return IntersectedMaps(rescale_rows(maps, teacher.sum(axis=-1), dropped), dropped)
 
 
-def rescale_rows(kept: Array, mass: Array, dropped: Array) -> Array:
+def rescale_rows(maps: Array, mass: Array, dropped: Array) -> Array:
     """Rows ``(..., S)`` scaled back to their mass; those that lost nothing stay as they are, bit for bit."""
-    left = kept.sum(axis=-1, keepdims=True)
-    rescaled = kept / np.where(left == 0.0, 1.0, left) * mass[..., None]
-    return np.where(dropped[..., None] > 0.0, rescaled, kept)
+    sums = maps.sum(axis=-1, keepdims=True)
+    rescaled = maps / np.where(sums == 0.0, 1.0, sums) * mass[..., None]
+    return np.where(dropped[..., None] > 0.0, rescaled, maps)
 
 
 def check_layer(

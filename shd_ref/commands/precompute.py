@@ -88,8 +88,10 @@ def precompute(
     with show_progress("inputs read", "samples") as (on_read, on_progress):
         opened = source if engine == "local" else inputs.absolute().open  # every actor opens them itself
         summaries = [
-            precompute_cache(teacher, opened, cache, one, run, engine=runs, on_read=on_read, on_progress=on_progress)
-            for cache, one in zip(caches, variants, strict=True)
+            precompute_cache(
+                teacher, opened, cache, variant, run, engine=runs, on_read=on_read, on_progress=on_progress
+            )
+            for cache, variant in zip(caches, variants, strict=True)
         ]
     print_remarks(*(remark for summary in summaries for remark in (*summary.remarks, summary.remark)))
     following = []  # none while shards are missing
@@ -119,9 +121,9 @@ def _read_student(
         need(False, "argument-value", option_of(name), "not be given with --student, which sets it", repr(value))
     if heads and layers:
         return replace(options, num_student_layers=layers), (heads,)
-    made = read_student(folder)
-    fixed = {"num_student_layers": made.num_layers, "layer_pairs": made.layer_pairs, "plans": made.plans}
-    return replace(options, **fixed), (made.num_heads,)  # type: ignore[arg-type]
+    student = read_student(folder)
+    fixed = {"num_student_layers": student.num_layers, "layer_pairs": student.layer_pairs, "plans": student.plans}
+    return replace(options, **fixed), (student.num_heads,)  # type: ignore[arg-type]
 
 
 def _summary_table(summary: PrecomputeSummary) -> Table:

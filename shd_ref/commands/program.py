@@ -198,15 +198,15 @@ class Program:
 
     def _report(self, error: ShdError, name: str, after: str) -> int:
         """Say an error, with the name of the option in place of the argument that the message begins with."""
-        known: dict[str, str] = {}
+        option_names: dict[str, str] = {}
         for argument in self.arguments(name) if name in self.after else ():
             if argument.name.startswith("--"):
                 field = argument.field_info.name
-                known |= {f"num_{field}": argument.name, field: argument.name}
-        known |= {called: known[field] for called, field in _CALLED.items() if field in known}
+                option_names |= {f"num_{field}": argument.name, field: argument.name}
+        option_names |= {called: option_names[field] for called, field in _CALLED.items() if field in option_names}
 
-        def rename(found: re.Match[str]) -> str:
-            return found[1] + re.sub(r"\w+", lambda word: known.get(word[0], word[0]), found[2])
+        def rename(match: re.Match[str]) -> str:
+            return match[1] + re.sub(r"\w+", lambda word: option_names.get(word[0], word[0]), match[2])
 
         messages.say(marked("error", "bold red", f" ({error.code}): {_ARGUMENT.sub(rename, str(error))}"))
         if error.code == "write-failed" and error.__cause__ is not None:  # else nothing was tried

@@ -84,19 +84,21 @@ def read_texts(folder: Path) -> TextSettings:
     """How a folder reads texts; ``read-failed`` for settings that only sentence-transformers can follow."""
     if not os.path.exists(folder / MODULES):  # noqa: PTH110  (a path that no file has is none)
         return TextSettings()
-    own, shared, config = (_read_object(folder, name) for name in ("sentence_*_config.json", SETTINGS, "config.json"))
+    names = ("sentence_*_config.json", SETTINGS, "config.json")
+    settings, shared, config = (_read_object(folder, name) for name in names)
     positions, name = config.get("max_position_embeddings"), shared.get("default_prompt_name")
-    length, lower, prompts = own.pop("max_seq_length", None), own.pop("do_lower_case", False), shared.get("prompts")
+    length, lower = settings.pop("max_seq_length", None), settings.pop("do_lower_case", False)
+    prompts = shared.get("prompts")
     prompt = prompts.get(str(name)) or "" if isinstance(prompts, dict) else ""
-    drops_head = own.get("transformer_task", _USUAL["transformer_task"]) == _USUAL["transformer_task"]
-    wrong = [key for key, value in own.items() if drops_head and value and _USUAL.get(key) != value]
+    drops_head = settings.get("transformer_task", _USUAL["transformer_task"]) == _USUAL["transformer_task"]
+    wrong = [key for key, value in settings.items() if drops_head and value and _USUAL.get(key) != value]
     wrong += ["max_seq_length"] * (length is not None and (not isinstance(length, int) or length < 1))
     wrong += ["prompts"] * (not isinstance(prompt, str))
     if wrong:
         rule = f"{folder} must read texts by max_seq_length, do_lower_case and a prompt; got {', '.join(wrong)}"
         raise ShdError("read-failed", f"{rule}: tokenise the texts, and give arrays")
-    known = isinstance(positions, int) and positions > 0  # XLNet says -1 for any number
-    return TextSettings(length, positions if known else None, bool(lower), prompt, drops_head)
+    is_bounded = isinstance(positions, int) and positions > 0  # XLNet says -1 for any number
+    return TextSettings(length, positions if is_bounded else None, bool(lower), prompt, drops_head)
 
 
 def _read_object(folder: Path, pattern: str) -> dict[str, Any]:

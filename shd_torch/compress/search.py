@@ -60,10 +60,10 @@ class Costs:
     def predict(self, design: Design, space: Space) -> list[float]:
         """Of a student: seconds at each setting, and bytes."""
         costs = list(self.base)
-        for at, (heads, neurons) in enumerate(zip(self.heads, self.neurons, strict=True)):
-            costly = slice(len(design.kept) - self.is_free(at))
-            costs[at] += sum(heads[space.heads.index(count)] for count in design.heads[costly])
-            costs[at] += sum(neurons[space.neurons.index(count)] for count in design.neurons[costly])
+        for row, (heads, neurons) in enumerate(zip(self.heads, self.neurons, strict=True)):
+            costly = slice(len(design.kept) - self.is_free(row))
+            costs[row] += sum(heads[space.heads.index(count)] for count in design.heads[costly])
+            costs[row] += sum(neurons[space.neurons.index(count)] for count in design.neurons[costly])
         return costs
 
     def is_free(self, row: int) -> bool:
@@ -83,7 +83,9 @@ def random_student(run: Run, design: Design) -> Any:
 
 def price_designs(run: Run, designs: Sequence[Design]) -> list[list[float]]:
     """Costs of students with random weights."""
-    graphs = _write_random(run, {str(at): design for at, design in enumerate(designs)}, "candidates are exported")
+    graphs = _write_random(
+        run, {str(number): design for number, design in enumerate(designs)}, "candidates are exported"
+    )
     return list(run.price(graphs).values())
 
 
@@ -134,9 +136,9 @@ def fit_costs(
 
     names = [name for name in designs if not name.startswith("mixed")]
     rows, settings = [], len(prices["whole"]) - 1
-    for at in range(settings + 1):
-        free = int(reads_first and at < settings)
-        relative = [np.array(_count_steps(designs[name], space, free)) / prices[name][at] for name in names]
+    for row in range(settings + 1):
+        free = int(reads_first and row < settings)
+        relative = [np.array(_count_steps(designs[name], space, free)) / prices[name][row] for name in names]
         base, *steps = np.split(nnls(np.array(relative), np.ones(len(names)))[0], [1, len(space.heads)])
         of_heads, of_neurons = (np.cumsum(sizes[::-1])[::-1].tolist() for sizes in steps)
         rows.append((float(base[0]), [*of_heads, 0.0], of_neurons))
@@ -259,13 +261,13 @@ def measure_worths(run: Run) -> Worths:
 @contextmanager
 def replaced(layers: nn.ModuleList, number: int, modules: Sequence[nn.Module]) -> Iterator[None]:
     """One layer of a model in another form, or none in its place."""
-    before = layers._modules
-    kept = list(layers)
-    layers._modules = dict(nn.ModuleList([*kept[:number], *modules, *kept[number + 1 :]]).named_children())
+    modules_before = layers._modules
+    others = list(layers)
+    layers._modules = dict(nn.ModuleList([*others[:number], *modules, *others[number + 1 :]]).named_children())
     try:
         yield
     finally:
-        layers._modules = before
+        layers._modules = modules_before
 
 
 def choose_designs(space: Space, costs: Costs, worths: Worths, limits: Sequence[float]) -> list[Design]:
@@ -288,7 +290,7 @@ def choose_design(
     from scipy.optimize import Bounds, milp
 
     heads, neurons, layers = len(space.heads), len(space.neurons), space.num_layers
-    skipped = np.minimum(np.array(worths.layers), 1e6)
+    skipped = np.minimum(np.array(worths.layers), 1e6)  # a layer that must stay has inf, which no solver takes
     # A kept layer saves what leaving it out would cost.
     loss = np.hstack([np.array(worths.heads) - skipped[:, None], worths.neurons])
     has_heads = np.arange(heads + neurons) < heads
@@ -302,8 +304,8 @@ def choose_design(
     ]
     if costs.reads_first:  # the last layer stays, which the head was trained on and which takes almost no time
         constraints.append((np.kron(per_layer[-1], has_heads), 1, 1))
-    for at, (limit, base, *sizes) in enumerate(zip(limits, costs.base, costs.heads, costs.neurons, strict=True)):
-        costly = np.ones(layers) - per_layer[-1] * costs.is_free(at)
+    for setting, (limit, base, *sizes) in enumerate(zip(limits, costs.base, costs.heads, costs.neurons, strict=True)):
+        costly = np.ones(layers) - per_layer[-1] * costs.is_free(setting)
         row = np.kron(costly, np.concatenate(sizes)) / limit
         constraints.append((row, 0, max(1 - base / limit, 0)))
     is_largest = np.isin(np.arange(heads + neurons), (0, heads))
@@ -318,11 +320,11 @@ def choose_design(
     if solution.x is None:
         return None
     table = solution.x.reshape(loss.shape) > 0.5
-    kept = [at for at in range(layers) if table[at, :heads].any()]
+    kept = [layer for layer in range(layers) if table[layer, :heads].any()]
     return Design(
         tuple(kept),
-        tuple(space.heads[int(table[at, :heads].argmax())] for at in kept),
-        tuple(space.neurons[int(table[at, heads:].argmax())] for at in kept),
+        tuple(space.heads[int(table[layer, :heads].argmax())] for layer in kept),
+        tuple(space.neurons[int(table[layer, heads:].argmax())] for layer in kept),
     )
 
 
@@ -352,9 +354,9 @@ def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[
         for limits in (_ladder(space, costs) if is_ladder else [wish.limits])
         for design in choose_designs(space, costs, worths, limits)[: 1 if is_ladder else most]
     ]
-    kept = None if is_ladder else keep_layers(space, costs, worths, wish.limits)
-    if kept is not None and (kept, wish.limits) not in pending:
-        pending.append((kept, wish.limits))
+    whole_layers = None if is_ladder else keep_layers(space, costs, worths, wish.limits)
+    if whole_layers is not None and (whole_layers, wish.limits) not in pending:
+        pending.append((whole_layers, wish.limits))
     candidates: dict[Design, dict[str, Any]] = {}
     for _ in range(_REPEATS):
         if not pending:

@@ -54,8 +54,8 @@ def may_attend(mask, batch, rows, keys):
     """The mask of a tile, True = may attend: keys that exist and are not padding."""
     attended = keys < mask.num_keys
     if mask.key_mask is not None:
-        at = mask.key_mask + batch.to(tl.int64) * mask.num_keys + keys
-        attended = attended & (tl.load(at, mask=attended, other=0) != 0)
+        pointers = mask.key_mask + batch.to(tl.int64) * mask.num_keys + keys
+        attended = attended & (tl.load(pointers, mask=attended, other=0) != 0)
     row, key = (rows)[:, None], (keys)[None, :]
     allowed = (rows < mask.num_rows)[:, None] & (attended)[None, :]
     if mask.is_causal:
@@ -115,11 +115,11 @@ def member_tile(supervision, teacher, batch, head, index, rows, keys, gain, num_
     member = tl.load(supervision.members + head * supervision.max_members + index)
     exist = rows < supervision.num_rows
     queries = load_queries(teacher, batch, member, rows, exist)
-    held = load_keys(teacher, batch, member, keys, keys < num_keys)
+    key_vectors = load_keys(teacher, batch, member, keys, keys < num_keys)
     line = (batch.to(tl.int64) * teacher.num_heads + member) * supervision.num_rows
     lse = tl.load(teacher.lse + line + rows, mask=exist, other=0.0) * LOG2_E
     shift = lse - tl.log2(load_mixing(supervision, batch, head, member, rows, exist) * gain)
-    return tl.exp2(logits_tile(queries, held, teacher) - (shift)[:, None])
+    return tl.exp2(logits_tile(queries, key_vectors, teacher) - (shift)[:, None])
 
 
 @triton.jit
@@ -151,10 +151,10 @@ def coded_tile(supervision, batch, head, start, rows, keys):
     else:
         base += first * num_keys
         offsets = (rows - start) * num_keys
-    held = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
+    is_stored = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
     if supervision.is_triangular:
-        held = held & (keys[None, :] <= rows[:, None])
-    codes = tl.load(base + (offsets[:, None] + keys[None, :]), mask=held, other=0).to(tl.float32)
+        is_stored = is_stored & (keys[None, :] <= rows[:, None])
+    codes = tl.load(base + (offsets[:, None] + keys[None, :]), mask=is_stored, other=0).to(tl.float32)
     return tl.where(codes == 1.0, CODE_1, codes * codes)
 
 
@@ -175,8 +175,10 @@ def lse_pass(lse, model, mask, ROWS: tl.constexpr, KEYS: tl.constexpr):
     first, end = key_range(mask, start, ROWS, KEYS)
     for key_start in range(first, end, KEYS):
         keys = key_start + tl.arange(0, KEYS)
-        held = load_keys(model, batch, head, keys, keys < mask.num_keys)
-        logits = tl.where(may_attend(mask, batch, rows, keys), logits_tile(queries, held, model), float("-inf"))
+        key_vectors = load_keys(model, batch, head, keys, keys < mask.num_keys)
+        logits = tl.where(
+            may_attend(mask, batch, rows, keys), logits_tile(queries, key_vectors, model), float("-inf")
+        )
         raised = tl.maximum(peak, tl.max(logits, 1))
         # A row without a key so far has no peak to subtract; any finite number serves.
         shift = tl.where(raised == float("-inf"), 0.0, raised)
@@ -216,30 +218,30 @@ def load_rows(student, supervision, weights, largest, num_rows, batch, head, row
     mass = tl.load(supervision.masses + line + rows, mask=exist, other=0.0)
     if supervision.is_coded:
         # A row without supervision, or with some where the student may not attend (NaN), moves nothing.
-        held = mass > 0.0
-        factor = tl.where(held, 1.0 / tl.where(held, mass, 1.0), 0.0)
-        mass = tl.where(held, 1.0, 0.0)
+        has_mass = mass > 0.0
+        factor = tl.where(has_mass, 1.0 / tl.where(has_mass, mass, 1.0), 0.0)
+        mass = tl.where(has_mass, 1.0, 0.0)
     else:
         factor = mass
     return weight, weight / tl.where(largest > 0.0, largest, 1.0), (lse, mass, factor)
 
 
 @triton.jit
-def difference_tile(student, supervision, mask, queries, held, batch, head, start, rows, keys, terms, gain):
+def difference_tile(student, supervision, mask, queries, key_vectors, batch, head, start, rows, keys, terms, gain):
     """``gain (rho A_student - A~)``, then ``gain A~`` and log2 of ``gain rho A_student``.
 
     The factors of a row go into its exponent, which costs nothing an entry.
     """
     lse, mass, factor = terms
     allowed = may_attend(mask, batch, rows, keys)
-    logits = logits_tile(queries, held, student)
+    logits = logits_tile(queries, key_vectors, student)
     log_probs = tl.where(allowed, logits - (lse - tl.log2(mass * gain))[:, None], float("-inf"))
     if supervision.is_coded:
-        taught = coded_tile(supervision, batch, head, start, rows, keys) * (factor * gain)[:, None]
+        target = coded_tile(supervision, batch, head, start, rows, keys) * (factor * gain)[:, None]
     else:
-        taught = factored_tile(supervision, batch, head, rows, keys, gain, mask.num_keys)
-        taught = tl.where(allowed, taught, 0.0)
-    return tl.exp2(log_probs) - taught, taught, log_probs
+        target = factored_tile(supervision, batch, head, rows, keys, gain, mask.num_keys)
+        target = tl.where(allowed, target, 0.0)
+    return tl.exp2(log_probs) - target, target, log_probs
 
 
 @triton.jit
@@ -260,14 +262,14 @@ def rows_pass(dq, dk, kl, student, supervision, mask, weights, peak, factor, ROW
     end = tl.where(tl.max(tl.abs(weight), 0) > 0.0, end, first)
     for key_start in range(first, end, KEYS):
         keys = key_start + tl.arange(0, KEYS)
-        held = load_keys(student, batch, head, keys, keys < mask.num_keys)
-        difference, taught, log_probs = difference_tile(
-            student, supervision, mask, queries, held, batch, head, start, rows, keys, terms, gain
+        key_vectors = load_keys(student, batch, head, keys, keys < mask.num_keys)
+        difference, target, log_probs = difference_tile(
+            student, supervision, mask, queries, key_vectors, batch, head, start, rows, keys, terms, gain
         )
-        gradient = tl.dot(difference.to(held.dtype), held, gradient, input_precision=student.precision)
+        gradient = tl.dot(difference.to(key_vectors.dtype), key_vectors, gradient, input_precision=student.precision)
         if kl is not None:
-            surprise = tl.log2(tl.where(taught > 0.0, taught, 1.0)) - log_probs
-            divergence += tl.sum(tl.where(taught > 0.0, taught * surprise, 0.0), 1)
+            surprise = tl.log2(tl.where(target > 0.0, target, 1.0)) - log_probs
+            divergence += tl.sum(tl.where(target > 0.0, target * surprise, 0.0), 1)
         if dk is not None:
             weighted = (difference * share[:, None]).to(queries.dtype)
             product = tl.dot(tl.trans(weighted), queries, input_precision=student.precision) * (
@@ -296,7 +298,7 @@ def keys_pass(dk, student, supervision, mask, weights, peak, factor, ROWS: tl.co
     keys = key_start + tl.arange(0, KEYS)
     exist = keys < mask.num_keys
     first_head = kv_head * student.group_size
-    held = load_keys(student, batch, first_head, keys, exist)
+    key_vectors = load_keys(student, batch, first_head, keys, exist)
     largest = tl.load(peak)
     gradient = tl.zeros([KEYS, student.padded], tl.float32)
     first, end = row_range(mask, key_start, ROWS, KEYS)
@@ -309,7 +311,7 @@ def keys_pass(dk, student, supervision, mask, weights, peak, factor, ROWS: tl.co
         _, share, terms = load_rows(student, supervision, weights, largest, mask.num_rows, batch, head, rows)
         queries = load_queries(student, batch, head, rows, rows < mask.num_rows)
         difference, _, _ = difference_tile(
-            student, supervision, mask, queries, held, batch, head, start, rows, keys, terms, share * HEADROOM
+            student, supervision, mask, queries, key_vectors, batch, head, start, rows, keys, terms, share * HEADROOM
         )
         gradient = tl.dot(
             tl.trans(difference.to(queries.dtype)), queries, gradient, input_precision=student.precision

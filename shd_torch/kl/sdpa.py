@@ -83,13 +83,13 @@ def _usual_key(request: KlRequest, keys: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(number == 0, mean, average)
 
 
-def _settle_columns(own: Tensor, merged: Tensor) -> Tensor:
-    """``own - merged`` ``(B, H_s, S, d)``, made to sum to zero over keys as it does without rounding.
+def _settle_columns(student: Tensor, merged: Tensor) -> Tensor:
+    """``student - merged`` ``(B, H_s, S, d)``, made to sum to zero over keys as it does without rounding.
 
     Both sides have one mass in every row. What they miss goes to the keys in the ratio of their roundings' variances:
     nearly all of it to a key that most rows look at, whose two large sums leave a small difference.
     """
-    difference = own - merged
-    variance = own.square() + merged.square()
-    share = variance / variance.sum(2, keepdim=True).clamp(min=torch.finfo(own.dtype).tiny)
+    difference = student - merged
+    variance = student.square() + merged.square()
+    share = variance / variance.sum(2, keepdim=True).clamp(min=torch.finfo(student.dtype).tiny)
     return difference - share * difference.sum(2, keepdim=True)

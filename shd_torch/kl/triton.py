@@ -96,11 +96,11 @@ def _mask_reason(request: KlRequest) -> str | None:
     return None
 
 
-def _is_same(one: AttentionRule, other: AttentionRule) -> bool:
+def _is_same(rule: AttentionRule, other: AttentionRule) -> bool:
     """Whether two descriptions allow the same; tensors are the same where they are the same memory."""
-    if (one.is_causal, one.window) != (other.is_causal, other.window):
+    if (rule.is_causal, rule.window) != (other.is_causal, other.window):
         return False
-    a, b = one.attn_mask, other.attn_mask
+    a, b = rule.attn_mask, other.attn_mask
     if a is None or b is None:
         return a is b
     return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())

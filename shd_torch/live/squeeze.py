@@ -120,12 +120,12 @@ def _solve_rounds(
         for p, q in one_round:
             number, (first, second) = home[pool[p]], (pool[p], pool[q])
             order, gram = orders[number], grams[number]
-            at = order.index(first), order.index(second)
-            solution = solve_gram_pair(gram, *at, alpha_rule)
+            places = order.index(first), order.index(second)
+            solution = solve_gram_pair(gram, *places, alpha_rule)
             if strategy == "hard":
                 solution = solution.hardened()
             round_solutions.append(solution)
-            grams[number] = merge_gram(gram, *at, solution.clipped, check=False)
+            grams[number] = merge_gram(gram, *places, solution.clipped, check=False)
             orders[number] = [fresh, *(name for name in order if name not in (first, second))]
             home[fresh] = number
             merged.append(fresh)

@@ -121,7 +121,7 @@ def check_refused(family: Family, model_type: str, teacher: Sizes, sizes: Sizes,
         rule = f"heads {stays}: merging them reads a Gram tensor of 8 H^4 bytes a layer, {size / 2**30:,.0f} GiB"
         message = f"{rule}, of which at most {MAX_GRAM >> 30} are allowed; drop attention blocks or whole layers"
         raise ShdError("shrink-unsupported", message)
-    asked = {
+    changes = {
         "heads": (stays, (sizes.heads, sizes.kv_heads) != (teacher.heads, teacher.kv_heads)),
         "head_dim": (stays, sizes.head_dim != teacher.head_dim),
         "heads by layer": (f"must be one number in {model_type}", not isinstance(sizes.heads, int)),
@@ -135,7 +135,7 @@ def check_refused(family: Family, model_type: str, teacher: Sizes, sizes: Sizes,
     if family.norms is None:
         refused.append(("hidden", "its norms lie on the stream; cut heads, neurons or layers"))
     for change, reason in refused:
-        rule, is_asked = asked[change]
+        rule, is_asked = changes[change]
         if is_asked:
             raise ShdError("shrink-unsupported", f"{change} {rule}: {reason}")
 
@@ -298,8 +298,8 @@ def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[
 def build_layers(model: nn.Module, family: Family, config: Any) -> None:
     dropped, layers = read_dropped(config), family.layers_of(model)
     if (sizes := read_sizes(config, family)) is not None:
-        for layer, own in zip(layers, sizes, strict=True):
-            _resize_layer(layer, family, own)
+        for layer, layer_sizes in zip(layers, sizes, strict=True):
+            _resize_layer(layer, family, layer_sizes)
     for number in dropped.attention:
         _drop_attention(layers[number], family)
     for number in dropped.activations:

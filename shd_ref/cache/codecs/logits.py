@@ -319,12 +319,12 @@ def _pack_ids(ids: NDArray[Any], vocab_size: int) -> Bytes:
 
 
 def _unpack_ids(rows: Bytes, count: int, vocab_size: int) -> Ids:
-    low, at, _ = _id_layout(count, vocab_size)
-    bits = np.unpackbits(rows[:, at:], axis=-1, bitorder="little")
+    low, low_bytes, _ = _id_layout(count, vocab_size)
+    bits = np.unpackbits(rows[:, low_bytes:], axis=-1, bitorder="little")
     if (bits.sum(axis=-1, dtype=np.int64) != count).any():
         raise _corrupt(f"the ids of a row must be {count}")
     places = np.nonzero(bits)[1].reshape(len(rows), count)
-    ids: Ids = ((places - np.arange(count)) << low) | _unpack(rows[:, :at], count, low)
+    ids: Ids = ((places - np.arange(count)) << low) | _unpack(rows[:, :low_bytes], count, low)
     _check_ids(ids, vocab_size, "cache-corrupt")
     return ids
 
