@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import platform
 import statistics
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ import torch
 from torch import Tensor
 
 import shd_ref
-from benchmarks import result_path, save
+from benchmarks import machine, result_path, save
 from shd_torch import attention_kl
 from shd_torch.supervision import Factored
 
@@ -160,7 +159,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     report: dict[str, Any] = {
-        "machine": {"architecture": platform.machine(), "torch": torch.__version__},
+        "machine": machine(torch.get_num_threads()),
         "shape": {"batch": BATCH, "heads": HEADS, "length": arguments.length, "width": WIDTH},
         "seeds": arguments.seeds,
         "errors": {},

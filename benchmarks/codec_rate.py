@@ -17,7 +17,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from benchmarks import SHARED, minilm_folder, result_path, save
+from benchmarks import SHARED, machine, minilm_folder, result_path, save
 from shd_ref.cache import CODECS, codec_error, decode, encode, pack
 
 RESULT = result_path(__file__)
@@ -105,7 +105,7 @@ def main() -> None:
     full = merged_maps(arguments.texts, arguments.length)
     causal = np.tril(full)
     causal /= causal.sum(-1, keepdims=True)
-    report: dict[str, Any] = {"texts": arguments.texts, "length": arguments.length}
+    report: dict[str, Any] = {"machine": machine(1), "texts": arguments.texts, "length": arguments.length}
     for support, maps in (("full", full), ("causal", causal.astype(np.float32))):
         report[support] = measure(maps, support)
         titles = ("bytes a row", "gradient error", "KL", "top-k, same error", "ratio")

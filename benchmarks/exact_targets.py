@@ -24,7 +24,6 @@ import copy
 import functools
 import json
 import math
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -36,7 +35,7 @@ import torch
 from support.binding.stories import Stories, load_stories  # the teacher's architecture, which tests use too
 from torch import Tensor
 
-from benchmarks import STORIES, result_path, save
+from benchmarks import STORIES, machine, result_path, save
 from shd_ref.cache.codecs.codecs import to_int8
 from shd_ref.cache.codecs.logits import RowCode
 from shd_ref.teacher.options import LAST, PrecomputeOptions, RunOptions
@@ -283,7 +282,7 @@ def main() -> None:
     report: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     if arguments != {name: report.get(name) for name in arguments}:
         report = arguments
-    report |= {"machine": platform.machine(), "torch": torch.__version__}
+    report["machine"] = machine(threads)
 
     def write(section: str, rows: list[dict[str, Any]], size: int) -> None:
         report.setdefault(section, {})[str(size)] = rows

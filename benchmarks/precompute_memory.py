@@ -3,21 +3,15 @@
 Each run is a separate process; the figure is its peak of private memory (VmHWM counts mapped files too, so the peak
 of RssAnon is sampled beside it). The rival is the same data loaded whole before the run.
 
-And what do the checks before the first record take on long samples? Peak of resident memory and seconds of processor
-time of a process that makes the checks, and of one that makes a whole cache, four samples in batches of one, by a
-teacher of 2 layers and 8 heads, width 256. The rival is onnxruntime's plain pass of the same graph over the same
-samples. ``--before`` names a checkout of an older version to measure beside it.
+Prints a table and writes ``results/precompute_memory.json``.
 
-Prints tables and writes ``results/precompute_memory.json``.
-
-    python -m benchmarks.precompute_memory [--samples 400] [--length 64] [--lengths 512 1024 2048] [--before FOLDER]
+    python -m benchmarks.precompute_memory [--samples 400] [--length 64]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -49,39 +43,14 @@ precompute(sys.argv[1], arrays, sys.argv[3], PrecomputeOptions(2), run)
 """
 
 
-LONG = """
-import resource, sys
-import numpy as np
-from pathlib import Path
-kind, teacher, length, out = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-tokens = np.random.default_rng(0).integers(1, 100, (4, length))
-inputs = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
-if kind == "plain":
-    from shd_ref.teacher.session import open_session
-    session = open_session(teacher, num_threads=1)
-    for row in range(4):
-        session.run(None, {name: array[row : row + 1] for name, array in inputs.items()})
-else:
-    from shd_ref.teacher.precompute.engine import PrecomputeJob
-    from shd_ref.teacher.options import PrecomputeOptions, RunOptions
-    options = PrecomputeOptions(4, form=sys.argv[5])
-    job = PrecomputeJob(teacher, inputs, out, options, RunOptions(batch_size=1, num_threads=1))
-    if kind == "whole":
-        job.write(job.missing)
-        job.finish()
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(used.ru_maxrss / 1000, used.ru_utime + used.ru_stime)
-"""
-
-
-def make_teacher(folder: Path, length: int, width: int = 32, heads: int = 4) -> Path:
+def make_teacher(folder: Path, length: int) -> Path:
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=100,
-        hidden_size=width,
+        hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=heads,
-        intermediate_size=4 * width if width > 32 else width,
+        num_attention_heads=4,
+        intermediate_size=32,
         max_position_embeddings=length,
     )
     model = transformers.BertModel(config, add_pooling_layer=False).eval()
@@ -125,41 +94,13 @@ def peak_memory(command: list[str]) -> dict[str, float]:
     return {"private": private / 1000, "resident": resident / 1000}
 
 
-def measure_long(lengths: list[int], before: str | None) -> dict[str, dict[str, list[float]]]:
-    """Megabytes and seconds of processor time by length and kind of run."""
-    found: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        teacher = make_teacher(Path(name), max(lengths), 256, 8)
-        kinds = [("plain", "maps"), *((kind, form) for kind in ("checks", "whole") for form in ("maps", "factored"))]
-        for length in lengths:
-            row = found.setdefault(str(length), {})
-            for kind, form in kinds:
-                for tree in (None,) if kind == "plain" or before is None else (before, None):
-                    title = f"{kind}{f' {form}' * (kind != 'plain')}{', before' * (tree is not None)}"
-                    out = f"{name}/{length}-{title}".replace(" ", "-")
-                    command = [sys.executable, "-c", LONG, kind, str(teacher), str(length), out, form]
-                    path = {"PYTHONPATH": tree} if tree else {}
-                    ran = subprocess.run(
-                        command, cwd=name, env=os.environ | path, capture_output=True, text=True, check=True
-                    )
-                    row[title] = [round(float(number), 1) for number in ran.stdout.split()]
-                    print(f"{length:6} {title:28}{row[title][0]:8.0f} MB{row[title][1]:8.1f} s", flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--before")
-    parser.add_argument("--long-only", action="store_true", help="leave the other figures as they are")
     arguments = parser.parse_args()
-    long = {"machine": machine(1), "runs": measure_long(arguments.lengths, arguments.before)}
-    if arguments.long_only:
-        save(json.loads(RESULT.read_text()) | {"long": long}, RESULT)
-        return
-    report: dict[str, Any] = {"long": long, "samples": arguments.samples, "length": arguments.length, "megabytes": {}}
+    report: dict[str, Any] = {"machine": machine(1), "samples": arguments.samples, "length": arguments.length}
+    report["megabytes"] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         teacher = make_teacher(folder, arguments.length)

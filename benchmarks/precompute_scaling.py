@@ -11,7 +11,6 @@ of the same graph. Prints tables and writes ``results/precompute_scaling.json``.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from benchmarks import result_path, save
+from benchmarks import machine, result_path, save
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import PrecomputeJob, precompute
 from shd_ref.teacher.session import open_session
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--ray", action="store_true", help="also Ray actors")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"cpus": os.cpu_count(), "samples": arguments.samples, "repeats": arguments.repeats}
+    result: dict[str, Any] = {"machine": machine(1), "samples": arguments.samples, "repeats": arguments.repeats}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         teacher, data = make_teacher(folder, length=128, heads=8, layers=4), folder / "data.npz"

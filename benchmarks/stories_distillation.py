@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from support.binding.stories import Stories, load_stories  # the teacher's archi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, StackDataset
 
-from benchmarks import STORIES, result_path, save
+from benchmarks import STORIES, machine, result_path, save
 from shd_ref.teacher.options import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher, SupervisedDataset, attention_kl, capture_attention, export_teacher, layer_kls
@@ -211,11 +210,7 @@ def main() -> None:
     settings = {
         name: getattr(arguments, name) for name in ("steps", "batch", "length", "width", "learning_rate", "threads")
     }
-    report: dict[str, Any] = {
-        "settings": settings,
-        "machine": {"processor": platform.machine(), "torch": torch.__version__},
-        "runs": {},
-    }
+    report: dict[str, Any] = {"settings": settings, "machine": machine(arguments.threads), "runs": {}}
     if arguments.out.exists():
         before = json.loads(arguments.out.read_text(encoding="utf-8"))
         if before["settings"] != settings:

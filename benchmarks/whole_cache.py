@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import random
 import signal
 import subprocess
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from support.binding.stories import load_stories  # the teacher's architecture, which tests use too
 
-from benchmarks import STORIES, result_path, save
+from benchmarks import STORIES, machine, result_path, save
 from shd_ref.cache import CacheReader, verify_cache
 from shd_ref.cache.audit import list_cache
 from shd_torch import export_teacher
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=5)
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"machine": platform.machine(), "samples": arguments.samples}
+    report: dict[str, Any] = {"machine": machine(os.cpu_count() or 1), "samples": arguments.samples}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         teacher = load_stories(STORIES / "stories260K.bin")
