@@ -214,8 +214,8 @@ def _compress(run: Run) -> dict[str, Any]:
     run.announce("cache")
     shared = prepare_training(run, schedule.samples)
     document["static"] = judge_static(run, shared)
-    for at, (wish, rows) in enumerate(zip(wishes, candidates, strict=True)):
-        end = run.spent + run.left / (len(wishes) - at)
+    for number, (wish, rows) in enumerate(zip(wishes, candidates, strict=True)):
+        end = run.spent + run.left / (len(wishes) - number)
         run.announce("short trainings")
         tried, best = compare(run, wish, rows, shared)
         rivals = [row for row in tried if row["keeps_layers"] and row is not best and run.options.kept_layers]

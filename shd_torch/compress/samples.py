@@ -225,8 +225,8 @@ class _Entry:
 
 def _cut(entries: list[_Entry], count: int) -> tuple[list[_Entry], list[_Entry]]:
     """So many and the others: fewer where a query would be cut in two, the whole first query at least."""
-    ends = [at for at, (entry, following) in enumerate(pairwise(entries), 1) if entry.query != following.query]
-    end = max((at for at in (*ends, len(entries)) if at <= count), default=(*ends, len(entries))[0])
+    ends = [end for end, (entry, following) in enumerate(pairwise(entries), 1) if entry.query != following.query]
+    end = max((end for end in (*ends, len(entries)) if end <= count), default=(*ends, len(entries))[0])
     return entries[:end], entries[end:]
 
 
@@ -320,14 +320,15 @@ def training_order(rows: Sequence[Row], steps: int, size: int, seed: int) -> lis
         shuffled = generator.permutation(len(rows))
         if QUERY in rows[0]:
             groups = _group(rows, shuffled)
-            shuffled = np.array([index for at in generator.permutation(len(groups)) for index in groups[at]])
+            shuffled = np.array([index for group in generator.permutation(len(groups)) for index in groups[group]])
             for group in groups:
-                lengths[group] = np.mean([length_of(rows[at]) for at in group])
+                lengths[group] = np.mean([length_of(rows[index]) for index in group])
         for start in range(0, len(rows), 50 * size):
             pool = shuffled[start : start + 50 * size]
             pool = pool[np.argsort(lengths[pool], kind="stable")]
-            whole = [pool[at : at + size] for at in range(0, len(pool) - size + 1, size)] or [np.resize(pool, size)]
-            order += [int(index) for at in generator.permutation(len(whole)) for index in whole[at]]
+            starts = range(0, len(pool) - size + 1, size)
+            batches = [pool[start : start + size] for start in starts] or [np.resize(pool, size)]
+            order += [int(index) for batch in generator.permutation(len(batches)) for index in batches[batch]]
     return order[: steps * size]
 
 

@@ -164,12 +164,12 @@ def _write_folder(folder: Path, table: NDArray[np.float32], tokenizer: bytes, no
     kinds = ["StaticEmbedding", "Normalize"][: 1 + normalize]
     modules: list[Mapping[str, object]] = [
         {
-            "idx": at,
-            "name": str(at),
-            "path": f"{at}_{kind}" if at else "",
+            "idx": number,
+            "name": str(number),
+            "path": f"{number}_{kind}" if number else "",
             "type": f"sentence_transformers.models.{kind}",
         }
-        for at, kind in enumerate(kinds)
+        for number, kind in enumerate(kinds)
     ]
     if (teacher / SETTINGS).exists():  # with the prompt, whose tokens are among those of each text
         (folder / SETTINGS).write_bytes(read_file(teacher, SETTINGS))

@@ -119,9 +119,9 @@ def _choose_rate(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingC
     """The learning rate that is best for a candidate after a short training, unless one was asked for."""
 
     @cache
-    def quality(at: int) -> float:
+    def quality(number: int) -> float:
         try:
-            short = replace(config, steps=run.search.rate_steps, learning_rate=RATES[at])
+            short = replace(config, steps=run.search.rate_steps, learning_rate=RATES[number])
             return float(_train_short(run, wish, row, short)["value"])
         except ShdError as error:
             if error.code != "not-finite":

@@ -194,10 +194,10 @@ class KeptMass:
         edges = [round(length * i / count) for i in range(count + 1)]
         spans = []
         for first, stop in pairwise(edges):
-            kept, best = (part[:, first:stop].nanmean(1) for part in (self.kept, self.best))
-            kept, best = kept[~kept.isnan()], best[~best.isnan()]
-            means = float(kept.mean()), float(best.mean())
-            spans.append(Span(first, stop - 1, *means, _half_width(kept)))
+            kept_means, best_means = (part[:, first:stop].nanmean(1) for part in (self.kept, self.best))
+            kept_means, best_means = kept_means[~kept_means.isnan()], best_means[~best_means.isnan()]
+            means = float(kept_means.mean()), float(best_means.mean())
+            spans.append(Span(first, stop - 1, *means, _half_width(kept_means)))
         return spans
 
 

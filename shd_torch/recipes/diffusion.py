@@ -149,25 +149,25 @@ def _schedule(betas: Tensor | None, t: Tensor, like: Tensor, check: bool) -> _Ta
     if len(table) < 2 or bool(((table <= 0) | (table >= 1)).any()):
         raise ShdError("argument-value", "betas must be two numbers at least, each between 0 and 1")
     check_integers(t, "t", (len(like),))
-    at = t.to(like.device, torch.int64)
-    if check and bool(((at < 0) | (at >= len(table))).any()):
-        raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {at.tolist()}")
+    steps = t.to(like.device, torch.int64)
+    if check and bool(((steps < 0) | (steps >= len(table))).any()):
+        raise ShdError("argument-value", f"t must be 0 to {len(table) - 1}; got {steps.tolist()}")
     abar = (1 - table).cumprod(0)
-    before = torch.cat((abar.new_ones(1), abar[:-1]))
-    variance = table * (1 - before) / (1 - abar)
-    variance[0] = variance[1]
+    abar_before = torch.cat((abar.new_ones(1), abar[:-1]))
+    variance = table * (1 - abar_before) / (1 - abar)
+    variance[0] = variance[1]  # at the first step it is 0, which has no logarithm
     tables = (
         abar.sqrt(),
         (1 - abar).sqrt(),
         (1 - abar) / abar,
         table.log(),
         variance.log(),
-        table * before.sqrt() / (1 - abar),
-        (1 - before) * (1 - table).sqrt() / (1 - abar),
+        table * abar_before.sqrt() / (1 - abar),
+        (1 - abar_before) * (1 - table).sqrt() / (1 - abar),
     )
     shape = (-1, *[1] * (like.ndim - 1))
-    columns = torch.stack(tables).to(like.device)[:, at].to(like.dtype)
-    return _Tables((at == 0).reshape(shape), *(column.reshape(shape) for column in columns))
+    columns = torch.stack(tables).to(like.device)[:, steps].to(like.dtype)
+    return _Tables((steps == 0).reshape(shape), *(column.reshape(shape) for column in columns))
 
 
 def _check_same_shape(x0: Tensor, noise: Tensor, check: bool) -> None:

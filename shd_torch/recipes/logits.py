@@ -272,12 +272,12 @@ def nkd(
     check_alike("(B, C)", check=check, student_logits=student_logits, teacher_logits=teacher_logits)
     check_shapes(student_logits.shape[-1] > 1, "student_logits must have two classes at least", student_logits)
     checked = as_labels(labels, student_logits, check=check, all_count="nkd")
-    dtype, at = compute_dtype(student_logits), checked.classes[..., None]
+    dtype, label_column = compute_dtype(student_logits), checked.classes[..., None]
     z, u = student_logits.to(dtype), teacher_logits.detach().to(student_logits.device, dtype)
-    target = -(u.log_softmax(-1).gather(-1, at).exp() * z.log_softmax(-1).gather(-1, at)).mean()
+    target = -(u.log_softmax(-1).gather(-1, label_column).exp() * z.log_softmax(-1).gather(-1, label_column)).mean()
     # All classes but one per row, (..., C - 1).
     columns = torch.arange(z.shape[-1] - 1, device=z.device)
-    off_target = [logits.gather(-1, columns + (columns >= at)) for logits in (u, z)]
+    off_target = [logits.gather(-1, columns + (columns >= label_column)) for logits in (u, z)]
     nontarget = kd_loss(*off_target, divergence="cross_entropy", temperature=temperature, check=False)
     return join(
         shd,
