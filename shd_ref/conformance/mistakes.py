@@ -55,9 +55,7 @@ def _quotient(_: Any, inputs: Inputs, *, clipped: bool = True, shared: bool = Fa
     )
     m, u, mask = (a_p - a_q) @ (x_p + x_q), (a_p - a_q) @ x_p, inputs.get("query_mask")
     numerators, denominators = (((x * m).sum(-1) * (1 if mask is None else mask)).sum(-1) for x in (u, m))
-    alpha = numerators / denominators  # (B,)
-    if shared:
-        alpha = np.full_like(alpha, numerators.sum() / denominators.sum())
+    alpha = numerators.sum() / denominators.sum() + 0 * numerators if shared else numerators / denominators  # (B,)
     return np.asarray(np.clip(alpha, 0.0, 1.0) if clipped else alpha)
 
 
@@ -135,10 +133,8 @@ def recognise(
         except Exception:
             continue  # inputs outside what the mistake is about
         wrong = fields_of(wrong).get(output) if operation == "squeeze_heads" else wrong
-        is_got, is_right = (
-            compare({output: wrong}, list, {output: answer.get(output)}, dtype, inputs) is None
-            for answer in (got, right)
-        )
+        answers = ({output: fields.get(output)} for fields in (got, right))
+        is_got, is_right = (compare({output: wrong}, list, answer, dtype, inputs) is None for answer in answers)
         if is_got and not is_right:  # on some inputs a mistake changes nothing
             sentences.append(mistake["message"])
     return sentences

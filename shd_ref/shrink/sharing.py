@@ -131,11 +131,10 @@ def share_heads(
         if not _is_equal(value):
             is_exact = False
             if seen is not None:
-                fitted = fit_values(seen[number].values, group.homes, value_mix, output[readers])
-                value_mix, output[readers] = fitted
-        merged.append(
-            [np.concatenate(list(rows), axis=1) @ mix for rows, mix in ((key, key_mix), (value, value_mix))]
-        )
+                moments = seen[number].values
+                value_mix, output[readers] = fit_values(moments, group.homes, value_mix, output[readers])
+        mixes = (key, key_mix), (value, value_mix)
+        merged.append([np.concatenate(list(rows), axis=1) @ mix for rows, mix in mixes])
     shared_key, shared_value = (np.stack(heads) for heads in zip(*merged, strict=True))
     return _with_rows(turned, query, shared_key, shared_value, output), is_exact
 

@@ -482,10 +482,8 @@ def _try(
     beta = trial.find_beta(start, lambda done, total: progress(done, total, "steps to beta"))
     probe = None
     if options.probe:
-        weight = beta.middle if options.beta is None else options.beta
-        probe = trial.probe(
-            pair.learner.make, weight, lambda done, total: progress(done, total, "steps of the probe")
-        )
+        value = beta.middle if options.beta is None else options.beta
+        probe = trial.probe(pair.learner.make, value, lambda done, total: progress(done, total, "steps of the probe"))
     return {"objective": objective, "beta": beta, "probe": probe}
 
 
@@ -506,11 +504,9 @@ def _run_together(pair: Pair, start: Any, batch: Mapping[str, Tensor]) -> tuple[
         problem = f"the teacher {_say_error(error)}"
         if not isinstance(error, ShdError) or pair.learner.is_squeezed:
             return None, {"failure": problem}
+    student_layers = None if targets is None else targets.layers
     try:
-        with (
-            torch.no_grad(),
-            capture_attention(start, layers=None if targets is None else targets.layers) as captured,
-        ):
+        with torch.no_grad(), capture_attention(start, layers=student_layers) as captured:
             start(**inputs)
         if targets is not None:
             layer_kls(captured, targets, loss_mask=mask_of(batch))

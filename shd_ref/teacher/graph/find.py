@@ -234,11 +234,8 @@ def find_kinds(sites: Sequence[AttentionSite], specs: Sequence[InputSpec]) -> Si
             # Another branch on the encoder's inputs. A map of no sequence at all is the decoder's: learned queries.
             is_branch = sources.isdisjoint(decoder_inputs) and not sources.isdisjoint(sequences)
             kinds[site.layer] = "encoder" if site.probs in encoder_tensors or is_branch else "decoder"
-    own_keys = {
-        site.layer
-        for site, tensors in zip(crosses, value_sources, strict=True)
-        if not cross_maps.isdisjoint(tensors)  # made behind another cross attention, so in the decoder
-    }
+    # Values made behind another cross attention are the decoder's.
+    own_keys = {s.layer for s, names in zip(crosses, value_sources, strict=True) if not cross_maps.isdisjoint(names)}
     decoder_masks = {spec.name for spec in specs if spec.name in decoder_inputs and spec.part == "mask"}
     return SiteKinds(kinds, own_keys, decoder_inputs, DECODER_MASK if DECODER_MASK in decoder_masks else None)
 
