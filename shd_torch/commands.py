@@ -427,7 +427,7 @@ def compress(
     Args:
         teacher: Folder of a Hugging Face model, or of sentence-transformers.
         data: Texts (a column text), pairs (text and text_pair) or arrays, in any file that shd precompute reads, or
-            .npy; or several, a.jsonl,b.jsonl. No labels are needed.
+            .npy; no labels are needed. Of several, a.jsonl,b.jsonl, the page has each quality.
         out: A new folder for the student, its graphs and a page; only --dry-run needs none.
         held_out: Other data to judge on; a column label or score there gives MAP, accuracy or the like. Default: a
             tenth of the data, at most 500 samples.

@@ -16,10 +16,14 @@ from shd_torch.compress.task import Judge, Task, graph_run
 from shd_torch.shrink.folders import copy_readers
 
 
-def judge_graphs(paths: Mapping[str, Path], judge: Judge, task: Task | None = None) -> dict[str, Any]:
+def judge_graphs(
+    paths: Mapping[str, Path], judge: Judge, by_file: Mapping[str, Judge], task: Task | None = None
+) -> dict[str, Any]:
     """Quality and bytes of a model's graphs, as onnxruntime runs them; ``task``: one that pools in its own way."""
     quality = {kind: asdict(judge.measure(graph_run(path), task)) for kind, path in paths.items()}
-    return {"quality": quality, "bytes": {kind: count_bytes(path) for kind, path in paths.items()}}
+    *_, deployed = paths.values()
+    files = {name: judge.measure(graph_run(deployed), task).value for name, judge in by_file.items()}
+    return {"quality": quality, "by_file": files, "bytes": {kind: count_bytes(path) for kind, path in paths.items()}}
 
 
 def hand_over(home: Path, folder: Path, teacher: Path, document: dict[str, Any]) -> None:
@@ -139,6 +143,12 @@ def _page(document: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"- {name}: {words}." for name, words in document["details"].items() if name in others)
     yield from (f"- {name}: by the labels of `--held-out`." for name in labels)
     yield from ("", describe_regions(points), "")
+    if names := list(document["teacher"]["by_file"]):
+        models = [("teacher", document["teacher"]), *((student["name"], student) for student in students)]
+        models += [(f"{STATIC} table", table)] if (table := document["static"]) else []
+        rows = [[name, *(f"{model['by_file'][file]:.4f}" for file in names)] for name, model in models]
+        yield from ("Quality by file of `--data`, on its held-out samples, as deployed:", "")
+        yield from _table(["model", *names], rows)
     for student in students:
         yield from _student_lines(student, settings)
     if students:

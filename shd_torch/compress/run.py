@@ -55,7 +55,7 @@ def compress(
     Args:
         teacher: folder of a Hugging Face model, or of sentence-transformers.
         data: texts, pairs of texts or arrays without labels, in any file that ``shd precompute`` reads, or a .npy;
-            or several files.
+            of several files the page has the quality by file.
         options: what is wanted.
         out: a new folder. Finished stages are kept next to it in ``.NAME.part``; a killed run goes on there.
         held_out: other data to judge on, with labels or without; default: a tenth of the data, at most 500 samples.
@@ -109,13 +109,14 @@ def _open_run(
     columns = Columns(options.text_column, options.pair_column, task.READS_PAIRS, is_apart)
     check_length("the teacher", most, options.length)
     paths = [data] if isinstance(data, str | os.PathLike) else data
-    parts = (read_rows(Path(path), teacher, options.max_length, "data", takes, most, columns) for path in paths)
+    parts = [read_rows(Path(path), teacher, options.max_length, "data", takes, most, columns) for path in paths]
     rows = list(chain.from_iterable(parts))
+    names = [str(path) for path, part in zip(paths, parts, strict=True) for _ in part] if len(parts) > 1 else None
     judged, labels = None, None
     if held_out is not None:
         judged = read_rows(held_out, teacher, options.max_length, "held_out", takes, most, columns)
         labels = read_labels(held_out, judged, task, config)
-    samples = divide(rows, judged, options.seed)
+    samples = divide(rows, judged, options.seed, names)
     inputs = {"samples": samples.digest, "onnxruntime": require_runtime().__version__}
     inputs["labels"] = "" if labels is None else labels.digest
     with Unfinished(folder, run_key(teacher, asdict(options) | inputs)) as keeper:
@@ -124,6 +125,7 @@ def _open_run(
         if texts:
             checked = run.task, run.model, teacher, texts, rows[: len(texts)], options.max_length
             run.remarks = [remark] if (remark := check_teacher(*checked)) else []
+        run.remarks += run.thin_files()
         yield run
 
 
@@ -233,7 +235,7 @@ def study_teacher(run: Run) -> dict[str, Any]:
     graphs = run.write_graphs(run.model, "teacher")
     seconds = {kind: row[:-1] for kind, row in run.price(graphs).items()}
     pace = time.monotonic() - started
-    judged = judge_graphs(graphs, run.judge("held_out"))
+    judged = judge_graphs(graphs, run.judge("held_out"), run.judges_by_file())
     judged |= {"seconds": seconds, "graph_seconds": pace}
     if not abs(1 - (value := judged["quality"]["float"]["value"])) <= 1 - FAITHFUL:
         rule = f"the teacher's graph must have a quality of {FAITHFUL} or more of the teacher itself"

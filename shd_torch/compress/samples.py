@@ -8,7 +8,7 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -73,6 +73,8 @@ class Samples:
     choices: list[Row]  # what candidates are compared on
     held_out: list[Row]  # what the figures of the page are measured on
     digest: str  # of all of them, in order
+    train_files: list[str] = field(default_factory=list)  # where the data are of several files: that of each row
+    held_files: list[str] = field(default_factory=list)
 
     def calibration(self, most: int = CALIBRATION, pad_id: int = 0) -> dict[str, NDArray[Any]]:
         """The first rows of the training set, short ones first, padded, as ``shrink`` takes them."""
@@ -187,20 +189,24 @@ def _without_padding(row: Row) -> Row:
     return {name: array[:end] if array.shape[:1] == mask.shape else array for name, array in row.items()}
 
 
-def divide(rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int) -> Samples:
+def divide(
+    rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int, files: Sequence[str] | None = None
+) -> Samples:
     """Distinct rows in an order that depends on their content and the seed, not on the file's order; whole queries.
+
+    ``files``: the file of each row, where there are several; a row that two of them hold is of the first.
 
     Raises:
         ShdError: ``argument-value`` for too few.
     """
-    entries = _distinct(rows, seed)
+    entries = _distinct(rows, seed, files)
     judged = [] if held_out is None else _distinct(held_out, seed)
     known = {entry.digest for entry in judged}
     entries = [entry for entry in entries if entry.digest not in known]
     if len(entries) < LEAST or (held_out is not None and len(judged) < LEAST // 2):
         got = f"{len(entries)}" if held_out is None else f"{len(entries)}, and {len(judged)} held out"
         raise ShdError("argument-value", f"data must hold {LEAST} distinct samples or more; got {got}")
-    content = b"".join(entry.digest for entry in (*entries, *judged))
+    content = b"".join(entry.digest + entry.file.encode() for entry in (*entries, *judged))
     digest = hashlib.blake2b(content, digest_size=16).hexdigest()
     count = min(len(entries) // 10, MOST_HELD)
     choices, entries = _cut(entries, count)
@@ -208,10 +214,13 @@ def divide(rows: Sequence[Row], held_out: Sequence[Row] | None, seed: int) -> Sa
         judged, entries = _cut(entries, count)
     need(bool(entries), "argument-value", "data", "hold pairs of three first texts or more", "one or two")
     # By content again: the first rows of each part are then of many queries.
-    train, compared, measured = (
-        [entry.row for entry in sorted(part)] for part in (entries, choices, _cut(judged, MOST_HELD)[0])
-    )
-    return Samples(train, compared, measured, digest)
+    parts = entries, choices, _cut(judged, MOST_HELD)[0]
+    train, choice_rows, judged_rows = ([entry.row for entry in sorted(part)] for part in parts)
+    if files is None:
+        return Samples(train, choice_rows, judged_rows, digest)
+    train_files, _, held_files = ([entry.file for entry in sorted(part)] for part in parts)
+    held_files = held_files if held_out is None else []
+    return Samples(train, choice_rows, judged_rows, digest, train_files, held_files)
 
 
 @dataclass(frozen=True, order=True)
@@ -221,6 +230,7 @@ class _Entry:
     digest: bytes
     row: Row = field(compare=False)
     query: bytes = field(compare=False)  # by the content of a pair's first text; of other rows the digest
+    file: str = field(compare=False)
 
 
 def _cut(entries: list[_Entry], count: int) -> tuple[list[_Entry], list[_Entry]]:
@@ -230,12 +240,12 @@ def _cut(entries: list[_Entry], count: int) -> tuple[list[_Entry], list[_Entry]]
     return entries[:end], entries[end:]
 
 
-def _distinct(rows: Sequence[Row], seed: int) -> list[_Entry]:
+def _distinct(rows: Sequence[Row], seed: int, files: Sequence[str] | None = None) -> list[_Entry]:
     distinct: dict[bytes, _Entry] = {}
-    for row in rows:
+    for row, file in zip(rows, files or repeat(""), strict=False):
         digest = _digest(inputs_of(row), seed)
         query = _digest({QUERY: row[QUERY]}, seed) if QUERY in row else digest
-        distinct.setdefault(digest, _Entry(digest, row, query))
+        distinct.setdefault(digest, _Entry(digest, row, query, file))
     return sorted(distinct.values(), key=lambda entry: (entry.query, entry.digest))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from shd_torch.compress.measures import Labelled
 from shd_torch.compress.options import CompressOptions
-from shd_torch.compress.samples import BATCH, Row, Samples, collate, inputs_of, length_of
+from shd_torch.compress.samples import BATCH, LEAST, Row, Samples, collate, inputs_of, length_of
 from shd_torch.compress.space import FRACTIONS, Space, find_space
 from shd_torch.compress.task import Decoder, Judge, SentenceEncoder, check_causal, find_task, model_run
 from shd_torch.deploy import quantize_graph
@@ -188,6 +188,7 @@ Progress = Callable[[int, int, str], None]
 INT8_SAMPLES: Final = 128
 """Of the training set, which int8 graphs are made for."""
 ROUNDS: Final = 9
+_THIN: Final = 0.05  # of the training samples, a share of a file that is worth a remark
 _ROUNDED: Final = 8
 """Lengths to time are multiples of it."""
 TEACHER: Final = "teacher"
@@ -297,6 +298,25 @@ class Run:
             if use == "held_out":
                 self._judges[use, most].check()
         return self._judges[use, most]
+
+    def judges_by_file(self) -> dict[str, Judge]:
+        """Where the data are of several files: held-out samples of each that has enough."""
+        files, judges = self.samples.held_files, {}
+        for name in sorted(set(files)):
+            rows = [row for row, file in zip(self.samples.held_out, files, strict=True) if file == name]
+            if len(rows) >= LEAST // 2:
+                judges[name] = Judge(self.task, rows, model_run(self.model), padding_of(self.model.config))
+        return judges
+
+    def thin_files(self) -> list[str]:
+        """Remarks on files that the student learns little from."""
+        files, remarks = self.samples.train_files, []
+        for name in sorted(set(files)):
+            count = files.count(name)
+            if count < _THIN * len(files):
+                rule = f"{name} has {count:,} of {len(files):,} training samples"
+                remarks.append(f"{rule}: quality on data like it is uncertain; add more of them")
+        return remarks
 
     def tell(self, what: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress(done, total, what)

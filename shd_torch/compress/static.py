@@ -59,7 +59,7 @@ def judge_static(run: Run, config: TrainingConfig) -> dict[str, Any] | None:
         _write_folder(folder, table, tokenizer, task.pooling.normalize, run.teacher)
         pooled = replace(task, pooling=Pooling("mean", task.pooling.normalize))
         graphs = {"float": folder / "onnx" / "model.onnx"}
-        return judge_graphs(graphs, run.judge("held_out"), pooled)
+        return judge_graphs(graphs, run.judge("held_out"), run.judges_by_file(), pooled)
 
     result: dict[str, Any] = run.find(STATIC, make, f"{STATIC}/**/*")
     return result

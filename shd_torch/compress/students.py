@@ -255,7 +255,9 @@ def _judge_student(run: Run, wish: Wish, name: str, student: Any) -> dict[str, A
     graphs = run.write_graphs(student, name)
     table = {STATIC: path} if (path := run.folder / STATIC / "onnx" / "model.onnx").exists() else {}
     times = compare_turns(run.time(run.teacher_graphs | graphs | table, _ROUNDS))
-    result = judge_graphs(graphs, run.judge("held_out")) | {"times": [asdict(entry) for entry in times]}
+    result = judge_graphs(graphs, run.judge("held_out"), run.judges_by_file()) | {
+        "times": [asdict(entry) for entry in times]
+    }
     kind = [*graphs][-1]
     deployed = [entry for entry in times if entry.graph == kind]
     costs = [*(entry.wall.median for entry in deployed), result["bytes"][kind]]

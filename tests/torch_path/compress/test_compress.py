@@ -179,6 +179,10 @@ def test_samples_are_divided_by_content() -> None:
     assert (len(judged.train), len(judged.choices), len(judged.held_out)) == (63, 7, 30)
     with refusal("argument-value", "data must hold 40 distinct samples"):
         divide(rows[:30] * 3, None, 0)
+    mixed = divide([*rows, *rows[:7]], None, 0, ["a"] * 40 + ["b"] * 67)  # what both hold is of the first
+    assert mixed.train_files.count("a") + mixed.held_files.count("a") <= 40
+    for row, file in zip(mixed.train, mixed.train_files, strict=True):
+        assert (int(row["input_ids"][0]) < 40) == (file == "a")
 
 
 def test_batches_hold_samples_of_similar_length_and_every_sample() -> None:
@@ -357,12 +361,16 @@ def check_result(folder: Path, data: Path) -> dict[str, Any]:
 def test_pixels_without_int8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One layer with one head, of which only neurons can be cut, and data of two files: the smallest search."""
+    """One layer with one head, of which only neurons can be cut: the smallest search, and the page on it.
+
+    The data are of two files, one of which is thin.
+    """
     teacher, data = write_teacher(tmp_path, "vit", num_hidden_layers=1, num_attention_heads=1)
     pixels = np.load(data)["pixel_values"]
     files = [tmp_path / "many.npy", tmp_path / "few.npy"]
     for file, part in zip(files, (pixels, pixels[:3] + 1), strict=True):
         np.save(file, part)
+    monkeypatch.setattr(stages, "LEAST", 4)
     # With SHD, for which there is no time, and of the samples as many as the least training takes.
     monkeypatch.setattr(stages, "_searches", lambda: iter([Search(fractions=(0.5,), steps=(1, 2))]))
     monkeypatch.setattr("shd_torch.compress.search._CHECKED", 1)
@@ -373,12 +381,15 @@ def test_pixels_without_int8(
     assert document["samples"]["train"] == 32
     assert [line.partition(":")[0] for line in told] == list(stages.STAGES[1:-1])
     assert all(line.endswith(" left in all") for line in told)
-    assert document["samples"]["held_out"] == 8  # a tenth of both
+    assert any(f"{files[1]} has" in remark for remark in document["remarks"])
     (student,) = document["students"]
     assert student["bytes"]["float"] <= 24_700
     assert student["chosen"]["design"]["kept"] == [0]
     assert student["chosen"]["design"]["neurons"][0] < 32
     assert set(student["quality"]) == {"float"}
+    assert str(files[0]) in student["by_file"]
+    assert document["teacher"]["by_file"].keys() == student["by_file"].keys()
+    assert "Quality by file" in (tmp_path / "student" / "README.md").read_text()
     assert student["shd"]["gains"]
     assert student["learning_rate"] in RATES
     check_result(tmp_path / "student", data)

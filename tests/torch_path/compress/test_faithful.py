@@ -555,7 +555,7 @@ def test_the_graph_of_a_teacher_takes_what_the_samples_hold(exported: Mapping[st
 def test_a_teacher_that_is_not_its_graph_is_no_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = {"quality": {"float": {"value": 0.625}}, "bytes": {}}
     monkeypatch.setattr("shd_torch.compress.run.judge_graphs", lambda *_: judged)
-    nothing: Any = {"progress": lambda *_: None, "judge": lambda _: None}
+    nothing: Any = {"progress": lambda *_: None, "judge": lambda _: None, "judges_by_file": lambda: {}}
     run: Any = SimpleNamespace(model=None, write_graphs=lambda *_: {}, price=lambda _: {}, **nothing)
     with refusal("export-failed", "quality of 0.999 or more of the teacher itself; got 0.6250"):
         study_teacher(run)
