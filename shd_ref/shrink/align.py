@@ -33,23 +33,25 @@ class RowSums(NamedTuple):
     size: float  # ||T||^2
 
 
-def choose_change(fitted: RowSums, held: RowSums, *, biased: bool) -> tuple[Array | None, float | None]:
+def choose_change(fitted: RowSums, held_out: RowSums, *, biased: bool) -> tuple[Array | None, float | None]:
     """The change of a matrix with the ridge of ``RIDGES`` that leaves the least error on held-out rows.
 
     On all rows, with its ridge; None twice where the closed form stays. ``biased``: the last row is a bias.
     """
     ridge = RIDGES[-1]
-    if held.rows and fitted.rows:
+    if held_out.rows and fitted.rows:
         changes = {ridge: solve_change(fitted, ridge, biased=biased) for ridge in RIDGES}
         # The squared error of the held-out rows after the change, less that before it.
-        errors = {ridge: float((x * (held.inner @ x - 2.0 * held.cross)).sum()) for ridge, x in changes.items()}
+        errors = {
+            ridge: float((x * (held_out.inner @ x - 2.0 * held_out.cross)).sum()) for ridge, x in changes.items()
+        }
         # Errors that rounding may tell apart are equal: then the closed form stays, or the larger ridge is taken.
-        most = min(0.0, *errors.values()) + degenerate_threshold() * held.size
+        most = min(0.0, *errors.values()) + degenerate_threshold() * held_out.size
         if most >= 0.0:
             return None, None
         ridge = max(ridge for ridge in RIDGES if errors[ridge] <= most)
-    inner, cross = fitted.inner + held.inner, fitted.cross + held.cross
-    whole = RowSums(inner, cross, fitted.rows + held.rows, fitted.size + held.size)
+    inner, cross = fitted.inner + held_out.inner, fitted.cross + held_out.cross
+    whole = RowSums(inner, cross, fitted.rows + held_out.rows, fitted.size + held_out.size)
     return solve_change(whole, ridge, biased=biased), ridge
 
 

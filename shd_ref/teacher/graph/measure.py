@@ -171,7 +171,8 @@ def replay(
         if len(moved) < len(first):
             return None
         if scaled and node.op_type in SCALING_OPS:
-            factor = next(one for slot in range(len(node.inputs)) if (one := fixed_input(node, slot)) is not None)
+            constants = (fixed_input(node, slot) for slot in range(len(node.inputs)))
+            factor = next(constant for constant in constants if constant is not None)
             moved[1] = [moved[1][0] * factor if node.op_type == "Mul" else moved[1][0] / factor]
             if moved[1][0].shape != moved[0][0].shape:
                 return None

@@ -179,7 +179,7 @@ def _read_head(graph: ir.Graph, name: str) -> Logits | None:
 
     value = next((output for output in graph.outputs if output.name == name), None)
     read = read_logits(value, is_head, frozenset({"Cast", "Identity"}))
-    is_fixed = all(one.const_value is not None for _, one in (*read.addends, *read.multipliers))
+    is_fixed = all(factor.const_value is not None for _, factor in (*read.addends, *read.multipliers))
     return read if is_fixed and not (read.reason or read.fills or read.conditions or read.sinks) else None
 
 
@@ -239,7 +239,7 @@ def _find_head(graph: ir.Graph, logits: str) -> GraphHead:
     if weight is None or weight.matrix.ndim != 2 or not by_class:
         raise refusal
     matrix = np.ascontiguousarray(weight.matrix.T)
-    bias = np.zeros(len(matrix)) + sum(scale * one.astype(np.float64).reshape(-1) for scale, one in added)
+    bias = np.zeros(len(matrix)) + sum(scale * part.astype(np.float64).reshape(-1) for scale, part in added)
     scale = 1.0 if read.softcap is not None and abs(read.scale - 1) < _ROUNDING else read.scale
     with np.errstate(over="ignore"):
         half = matrix.astype(np.float16)  # where that loses nothing, as of a teacher that was exported in it

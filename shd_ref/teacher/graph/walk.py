@@ -321,14 +321,16 @@ def _is_softmax(node: ir.Node) -> bool:
     return node.op_type == "Softmax" and node.domain in STANDARD_DOMAINS
 
 
-def trace_back(value: ir.Value | None, carriers: frozenset[str], found: Callable[[ir.Node], bool]) -> ir.Node | None:
-    """Breadth first to the nearest producer that ``found`` accepts."""
+def trace_back(
+    value: ir.Value | None, carriers: frozenset[str], is_sought: Callable[[ir.Node], bool]
+) -> ir.Node | None:
+    """Breadth first to the nearest producer that ``is_sought`` accepts."""
     queue = [value]
     for current in queue:
         node = None if current is None else current.producer()
         if node is None:
             continue
-        if found(node):
+        if is_sought(node):
             return node
         if node.op_type in carriers:
             # The condition of a Where decides who may attend; it is none of the numbers.

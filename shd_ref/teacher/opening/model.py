@@ -377,7 +377,7 @@ def _compute(value: ir.Value) -> ir.Tensor[Any]:
                 arrays[current] = constant.numpy()
                 most += 8 * arrays[current].size
             elif node is not None:
-                entries = _count_held(node, [arrays[source] for source in inputs], entries, most)
+                entries = _count_entries(node, [arrays[source] for source in inputs], entries, most)
                 arrays.update(zip(node.outputs, run_operator(node, arrays), strict=False))
         except ShdError:
             raise
@@ -400,8 +400,8 @@ def run_operator(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDA
     return [np.asarray(output) for output in outputs]
 
 
-def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int, most: int) -> int:
-    """Entries that are held with this operator's result; what it costs is known before it is computed."""
+def _count_entries(node: ir.Node, inputs: list[NDArray[Any]], in_memory: int, most: int) -> int:
+    """Entries in memory with this operator's result; what it costs is known before it is computed."""
     sizes = [array.size for array in inputs]
     entries, products = max(sizes, default=0), 0
     if node.op_type in _BY_ENTRY - {"DequantizeLinear"}:
@@ -417,12 +417,12 @@ def _count_held(node: ir.Node, inputs: list[NDArray[Any]], held: int, most: int)
         columns = right[-1] if len(right) > 1 else 1
         entries = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) * rows * columns
         products = entries * left[-1]
-    if held + entries > most or products > _MOST_PRODUCTS:
+    if in_memory + entries > most or products > _MOST_PRODUCTS:
         raise graph_invalid(
             f"constants of the graph must follow from one another within {most} entries and {_MOST_PRODUCTS} "
             f"multiplications; node {node.name!r} ({node.op_type}) needs more: export it with its constants folded"
         )
-    return held + entries
+    return in_memory + entries
 
 
 Weights: TypeAlias = Mapping[str, NDArray[Any]]

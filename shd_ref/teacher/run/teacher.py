@@ -411,7 +411,7 @@ def list_slots(tiles: SiteTiles, groups: Sequence[Sequence[int]]) -> tuple[tuple
     slots = {}
     for group in groups:
         alike = [tiles.value_heads[head] for head in group]
-        for head, own in zip(group, alike, strict=True):
-            slots[head] = (own, *sorted({*alike} - {own}))
+        for head, value_head in zip(group, alike, strict=True):
+            slots[head] = (value_head, *sorted({*alike} - {value_head}))
     most = max(map(len, slots.values()))
     return tuple(slots[head] + slots[head][:1] * (most - len(slots[head])) for head in range(len(slots)))
