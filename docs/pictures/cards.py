@@ -96,7 +96,7 @@ def choose() -> None:
     """Five questions and what follows from each."""
     length = "Are samples longer than 2 x the teacher's width / the student's heads (causal: 4 x)?"
     questions = [
-        ("Is text generated in training, or are crops or masks drawn anew?", "a live teacher", "a cache"),
+        ("Is text generated in training, or are crops or masks redrawn?", "a live teacher", "a cache"),
         (length, "--form factored", "maps, sqrt8-row"),
         ("Does the teacher predict tens of thousands of classes?", "--hidden last", "--logits topk"),
         ("Has the student its teacher's architecture?", "shd-torch shrink", "random weights"),

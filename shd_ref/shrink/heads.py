@@ -222,24 +222,24 @@ def concatenate_heads(weights: HeadWeights, merge: HeadMerge, head_dim: int) -> 
     ratio = weights.logit_scale * head_dim**0.5
     size, rows = len(groups), weights.query.shape[1]
     output = np.zeros((size, head_dim, weights.output.shape[2]))
-    made: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for name in ("query", "key", "value"):
-        made[name] = np.zeros((size, rows, head_dim))
+        merged[name] = np.zeros((size, rows, head_dim))
         if getattr(weights, f"{name}_bias") is not None:
-            made[f"{name}_bias"] = np.zeros((size, head_dim))
+            merged[f"{name}_bias"] = np.zeros((size, head_dim))
     for head, group in enumerate(groups):
         for order, t in enumerate(group):
             kv = weights.reads[t]
-            at, at_v = slice(order * d, order * d + d), slice(order * d_v, order * d_v + d_v)
-            output[head, at_v] = weights.output[t]
+            block, block_v = slice(order * d, order * d + d), slice(order * d_v, order * d_v + d_v)
+            output[head, block_v] = weights.output[t]
             for name, source, factor, columns in (
-                ("query", t, ratio * c[head, t], at),
-                ("key", kv, 1.0, at),
-                ("value", kv, 1.0, at_v),
+                ("query", t, ratio * c[head, t], block),
+                ("key", kv, 1.0, block),
+                ("value", kv, 1.0, block_v),
             ):
-                for field in {name, f"{name}_bias"} & made.keys():
-                    made[field][head, ..., columns] = factor * getattr(weights, field)[source]
-    return HeadWeights(**made, output=output, output_bias=weights.output_bias)
+                for field in {name, f"{name}_bias"} & merged.keys():
+                    merged[field][head, ..., columns] = factor * getattr(weights, field)[source]
+    return HeadWeights(**merged, output=output, output_bias=weights.output_bias)
 
 
 def low_rank_heads(

@@ -138,24 +138,24 @@ class AttentionSums:
 
     def add_maps(self, probs: Tensor, values: Tensor, counted: Tensor, rows: slice) -> None:
         """Some rows of a batch's maps, with the values; ``counted`` are all rows that count."""
-        self.counted, there = counted, counted[:, rows]
+        self.counted, row_mask = counted, counted[:, rows]
         batch, heads, height, _ = probs.shape
         size = max(1, GRAM_ENTRIES // (heads * heads * height * values.shape[3]))
         for start in range(0, batch, size):
             some = slice(start, start + size)
-            gram = gram_tensor(probs[some], values[some], self._projection, query_mask=there[some], check=False)
+            gram = gram_tensor(probs[some], values[some], self._projection, query_mask=row_mask[some], check=False)
             self.gram += gram.sum(0)
 
     def add(self, inputs: Tensor, counted: Tensor) -> None:
         """What the projections read ``(B, L, D)``, and the rows that count."""
-        there = counted[..., None]
-        x = inputs.double() * there
-        mean = x.sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp_min(1)
-        away = ((x - mean) * there).flatten(0, 1)
-        ones = torch.cat([x, there.double()], dim=2).flatten(0, 1)
+        mask = counted[..., None]
+        x = inputs.double() * mask
+        mean = x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
+        away = ((x - mean) * mask).flatten(0, 1)
+        ones = torch.cat([x, mask.double()], dim=2).flatten(0, 1)
         self._augmented += ones.mT @ ones
         self._centred += away.mT @ away
-        queries = project(x, self._weights.query, self._weights.query_bias) * there[:, None]
+        queries = project(x, self._weights.query, self._weights.query_bias) * mask[:, None]
         self._sizes += queries.square().sum((0, 2, 3))
 
     def read(self, length: int, rows: int, *, with_maps: bool) -> AttentionStatistics:
@@ -544,10 +544,10 @@ class _Layer:
             before, *goals = here
             streams.append(out)
             places = family.middle_of(read[0], before), (out if family.end is None else read[1])
-            for at, (stream, goal) in enumerate(zip(places, goals, strict=True)):
-                there = batch.rows(work.on_axes(goal)).double()
-                sums[2 * at] += float((batch.rows(stream).double() - there).square().sum())
-                sums[2 * at + 1] += float(there.square().sum())
+            for place, (stream, goal) in enumerate(zip(places, goals, strict=True)):
+                target = batch.rows(work.on_axes(goal)).double()
+                sums[2 * place] += float((batch.rows(stream).double() - target).square().sum())
+                sums[2 * place + 1] += float(target.square().sum())
         errors = [(gap / size) ** 0.5 if size > 0 else 0.0 for gap, size in (sums[:2], sums[2:])]
         return streams, {"attention_error": errors[0], "layer_error": errors[1]}
 

@@ -75,8 +75,8 @@ class _Seen:
     def take(self, probs: Tensor, values: Tensor, rows: slice, queries: Tensor, keys: Tensor) -> None:
         if rows.start == 0:  # the attention runs once for each batch
             self._counted = next(self._batches).counted
-        for sample, there in enumerate(self._counted[:, rows]):
-            numbers = there.nonzero()[:, 0]
+        for sample, row_mask in enumerate(self._counted[:, rows]):
+            numbers = row_mask.nonzero()[:, 0]
             chosen = numbers[(torch.arange(len(numbers), device=numbers.device) + self._row) % self._every == 0]
             self._row += len(numbers)
             parts = probs[sample, :, chosen], values[sample], queries[sample, :, chosen], keys[sample]
@@ -93,16 +93,16 @@ class _Seen:
                 (part[members] @ turn).transpose(0, 1) for part, turn in zip((keys, values), turns, strict=True)
             )
             step = max(1, _FORMS // facing.numel())  # (S, G, d)
-            for at, (head, home) in enumerate(zip(group.heads, group.homes, strict=True)):
+            for member, (head, home) in enumerate(zip(group.heads, group.homes, strict=True)):
                 out = probs[head] @ read_values.flatten(1)
-                seen_values[at] += out.mT @ out
+                seen_values[member] += out.mT @ out
                 asking = queries[head] @ turns[0][home]
                 for first in range(0, len(asking), step):
                     mass = probs[head, first : first + step]
                     forms = _multiply(asking[first : first + step], facing, self._pairs)  # (n, S, G * d)
                     mean = (mass[:, None] @ forms)[:, 0]
                     weighed = (forms * mass.sqrt()[..., None]).flatten(0, 1)
-                    seen_keys[at] += weighed.mT @ weighed - mean.mT @ mean
+                    seen_keys[member] += weighed.mT @ weighed - mean.mT @ mean
 
 
 def _multiply(queries: Tensor, keys: Tensor, pairs: int) -> Tensor:

@@ -116,14 +116,13 @@ def shrink(
     sizes, kept = plan_student(model, family, options)
     if sizes.hidden != teacher_sizes.hidden:
         check_ends(model, family)
-    modules = (
-        {} if isinstance(teacher, nn.Module) else read_modules(Path(teacher), teacher_sizes.hidden, sizes.hidden)
-    )
+    source = None if isinstance(teacher, nn.Module) else Path(teacher)
+    modules = {} if source is None else read_modules(source, teacher_sizes.hidden, sizes.hidden)
     student = make_student(model, family, sizes, kept)
-    settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
-    settings |= {"stack": family.stack, **sizes.report(), "kept": kept, **vars(sizes.dropped)}
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     if folder is not None:
+        settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
+        settings |= {"stack": family.stack, **sizes.report(), "kept": kept, **vars(sizes.dropped)}
         keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
     mode = model.training
     model.eval()
@@ -147,7 +146,6 @@ def shrink(
             student.to(stored)
             if folder is not None:
                 work.tell("the folder is written")
-                source = None if isinstance(teacher, nn.Module) else Path(teacher)
                 save_student(student, report, folder, source, modules)
     finally:
         model.train(mode)

@@ -167,7 +167,7 @@ def replay(
     moved_of = {source: first}
     for node in path:
         sources = [moved_of[value] for value in node.inputs if value is not None and value in moved_of]
-        moved = [made for arrays in zip(*sources, strict=True) if (made := _move(node, list(arrays), shapes))]
+        moved = [part for arrays in zip(*sources, strict=True) if (part := _move(node, list(arrays), shapes))]
         if len(moved) < len(first):
             return None
         if scaled and node.op_type in SCALING_OPS:

@@ -58,7 +58,7 @@ class TargetTensors:
 def find_targets(
     model: onnx.ModelProto, sites: Sequence[AttentionSite], options: PrecomputeOptions, kinds: SiteKinds | None = None
 ) -> TargetTensors:
-    """The tensors of a graph that hold the logits, hidden states and embeddings that options ask for.
+    """The tensors of a graph that hold the logits, hidden states and embeddings of the options.
 
     ``sites`` are all its attention sites, from ``find_sites``; ``kinds`` tell a decoder's apart, from ``find_kinds``.
     """

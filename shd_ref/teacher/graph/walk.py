@@ -449,7 +449,7 @@ def _is_over_last_axis(softmax: ir.Node) -> bool:
 
 
 def _read_log_softmax(node: ir.Node) -> ir.Value | None:
-    """The logits of a softmax that is the exponential of its own logarithm; None for any other operator."""
+    """The logits of a softmax that is written as ``exp(log_softmax(logits))``; None for any other operator."""
     log = _before_casts(node.inputs[0]).producer() if node.op_type == "Exp" and node.inputs[0] is not None else None
     if log is None or not log.inputs:
         return None

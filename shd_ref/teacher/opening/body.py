@@ -186,7 +186,7 @@ def _rewrite(
         body, *operands[1], [*batch, *broadcast], [*summed, *column] if is_single else [*column, *summed]
     )
     if not is_single:
-        # Flattened to one axis by -1, whatever their sizes. A 0 copies the size at its own place, so the flat axis is
+        # Flattened to one axis by -1, whatever their sizes. A 0 copies the size of the same axis, so the flat axis is
         # last in both; the right operand is transposed afterwards.
         count = len(_trim([*batch, *broadcast], right)) + 1
         first = body.reshape(first, *[0] * (len(_trim([*batch, *broadcast], left)) + 1), -1)

@@ -160,8 +160,8 @@ def _check_functions(functions: Iterable[onnx.FunctionProto], nodes: Sequence[on
             sizes[name] = 1, _MOST_NESTED + 1  # as long as it is measured: one that calls itself is too deep
             if above < _MOST_NESTED:
                 callees = [(*measure(inner, above + 1), count) for inner, count in calls[name].items()]
-                made = sum(size * count for size, _, count in callees)
-                sizes[name] = min(made, _MOST_NODES + 1), 1 + max((deep for _, deep, _ in callees), default=0)
+                nodes_inside = sum(size * count for size, _, count in callees)
+                sizes[name] = min(nodes_inside, _MOST_NODES + 1), 1 + max((deep for _, deep, _ in callees), default=0)
         return sizes.get(name, (1, 0))
 
     measured = [measure((node.domain, node.op_type), 0) for node in nodes]

@@ -135,13 +135,13 @@ def _factor_products(layer_outputs: LayerOutputs, strategy: str, dtype: str) -> 
             if layer_outputs.rows is not None:
                 products[0, list(group), :, block] = layer_outputs.rows.products(layer_outputs.sums[0], group, head)
     for tile, maps, _ in _tiles(layer_outputs, dtype):
-        made = maps @ columns
+        computed = maps @ columns
         if layer_outputs.rows is None:
-            products[:, :, tile] = made
+            products[:, :, tile] = computed
             continue
-        # Not all rows are made again, so that these stand for all that the graph's sums are made of.
+        # Only some rows are computed again; they stand for all of the graph's sums.
         limit = load_tolerances()["graph"]["probs"][dtype] * max(1.0, float(np.abs(columns).max(initial=0.0)))
-        difference = float(np.abs(products[:, :, tile] - made).max(initial=0.0))
+        difference = float(np.abs(products[:, :, tile] - computed).max(initial=0.0))
         if not difference <= limit:
             raise _mismatch(
                 layer_outputs.layer, f"products of maps and values within {limit:g} in {dtype}", difference
@@ -160,10 +160,10 @@ def _mismatch(layer: SqueezedLayer, what: str, got: float) -> ShdError:
 def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Array, Array]]:
     """Some rows of the maps at a time, checked and in float64: whole ones would take many times a plain pass."""
     mask = layer_outputs.row_mask
-    for tile, made in layer_outputs.tiles(COMPARED_ENTRIES if layer_outputs.rows else None):
+    for tile, arrays in layer_outputs.tiles(COMPARED_ENTRIES if layer_outputs.rows else None):
         name = f"teacher_probs from row {tile.start}" if tile.start else "teacher_probs"
         # In the teacher's own precision, which decides how exactly rows must sum to one.
-        maps = made["probs"].astype(dtype)
+        maps = arrays["probs"].astype(dtype)
         counted = None if mask is None else mask[:, tile]
         site = layer_outputs.layer.site
         try:
@@ -175,7 +175,7 @@ def _tiles(layer_outputs: LayerOutputs, dtype: str) -> Iterator[tuple[slice, Arr
                 f"{site.label}: its map is changed after the softmax, as by a gate or a scale ({error}): choose "
                 "other layers (--sites), or a teacher that uses its maps as they are"
             ) from error
-        yield tile, checked, made["merged"]
+        yield tile, checked, arrays["merged"]
 
 
 def _mixed(layer_outputs: LayerOutputs, dtype: str, mixing: Array) -> Iterator[tuple[slice, Array, Array]]:

@@ -173,7 +173,7 @@ class PrecomputeJob:
         first, self._comparison = self._compare_first()
         self._compared = min(len(first.indices), 2)
         manifest = self._manifest = make_manifest(work, first)
-        # What a form cannot hold is refused before a manifest binds the folder to options that ask for it.
+        # What a form cannot hold is refused before a manifest binds the folder to these options.
         make_records(first, manifest, work.inputs.seed)
         check_company(work, manifest)
         self._folder, self._writer = out, CacheWriter(out, manifest)
@@ -205,11 +205,11 @@ class PrecomputeJob:
             for shard in sorted(shards):
                 self._write_shard(shard, progress)
         finally:
-            self._wait(progress)  # the shard under way is committed whatever went wrong
+            self._wait(progress)  # the shard under way is committed, also after an error
         return progress.written
 
     def finish(self) -> PrecomputeSummary:
-        """Seal the cache if nothing is missing, and sum it up."""
+        """Seal the cache if nothing is missing; the summary."""
         resumed = self.count_samples(self.shards) - self.count_samples(self.missing)
         missing_shards, listing, out = _seal(self._writer), list_cache(self._folder), self._folder
         return PrecomputeSummary(
@@ -263,16 +263,16 @@ class PrecomputeJob:
         def run_batch(number: int) -> tuple[list[SampleRecord], list[Errors]]:
             outputs = work.squeeze(work.inputs.batch(groups[number]), checked=checked and not number)
             check_finite(work, outputs)
-            made = make_records(outputs, manifest, work.inputs.seed)
-            return made, [] if number else [self._measure(outputs, made)]
+            batch = make_records(outputs, manifest, work.inputs.seed)
+            return batch, [] if number else [self._measure(outputs, batch)]
 
         records: list[SampleRecord] = []
         errors: list[Errors] = []
         with closing(run_ahead(run_batch, range(len(groups)), work.callers)) as batches:
-            for _, (made, measured) in batches:
-                records += made
+            for _, (batch, measured) in batches:
+                records += batch
                 errors += measured
-                progress.report(samples=len(made))
+                progress.report(samples=len(batch))
         self._wait(progress)
         # In the background, one at a time, while the batches of the next shard run.
         self._under_way = run_beside(
@@ -342,12 +342,12 @@ def check_destination(folder: Folder) -> None:
 
 
 def _check_folder(root: Path) -> None:
-    there = next(path for path in (root, *root.parents) if path.exists())
-    if there == root and not root.is_dir():
+    nearest = next(path for path in (root, *root.parents) if path.exists())
+    if nearest == root and not root.is_dir():
         raise ShdError("cache-exists", f"{root} must be a folder; it is a file: name another --out", "CACHE-60")
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        reason = "may not be written" if there.is_dir() else "is a file"
-        raise ShdError("write-failed", f"{root} could not be written: {there} {reason}: name another --out")
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "may not be written" if nearest.is_dir() else "is a file"
+        raise ShdError("write-failed", f"{root} could not be written: {nearest} {reason}: name another --out")
 
 
 def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:

@@ -75,7 +75,7 @@ class SqueezedLayer:
 
 @dataclass(frozen=True)
 class SqueezedGraph:
-    """A teacher that outputs squeezed supervision, and the ``targets`` beside it as float32, and nothing else."""
+    """A teacher that outputs squeezed supervision and the ``targets`` in float32, and nothing else."""
 
     model: onnx.ModelProto
     layers: tuple[SqueezedLayer, ...]
@@ -138,9 +138,9 @@ def squeeze_graph(
         rule = MergeRule(heads, d_v, rounds, options.strategy, temperature, codec, pooled)
         row_mask, tiles = masks[named[student_layer]], None if tiling is None else tiling.of(site)
         if tiling is not None and tiles is not None:
-            made = forward[site.layer]
+            tiled = forward[site.layer]
             layer = _squeeze_tiles(
-                body, rule, student_layer, tiles, tiling, made, row_mask, factors is None, check_outputs
+                body, rule, student_layer, tiles, tiling, tiled, row_mask, factors is None, check_outputs
             )
         else:
             hidden = (
@@ -194,10 +194,10 @@ def _squeeze_tiles(
     sources = dict.fromkeys(key[0] for key in tiles.sources() if key in needed)
     roles = {f"source{number}": name for number, name in enumerate(sources)}
     extra = {"values": body.op("Cast", values_of(body, site), to=FLOAT), "sums": forward.sums, "weights": weights}
-    for role, made in ({**roles, **extra}).items():
-        if made is not None:
+    for role, tensor in {**roles, **extra}.items():
+        if tensor is not None:
             names[role] = f"{body.prefix}{role}"
-            body.rename(made, names[role])
+            body.rename(tensor, names[role])
             body.outputs.append(onnx.ValueInfoProto(name=names[role]))
     rows = TiledRows(tiles, rule, slots, roles | ({"weights": "weights"} if weights else {}), body.opset)
     return SqueezedLayer(student_layer, site, rule, names, rows)

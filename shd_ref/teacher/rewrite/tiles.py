@@ -627,12 +627,12 @@ class TiledRows:
             if role != source:
                 body.rename(role, source)
         tile = TileBody(body, self.tiles, ("start", "stop"), None)
-        made = merge_rows(tile, self.rule, "weights" if "weights" in self.sources else None)
-        for role, name in made.items():
+        results = merge_rows(tile, self.rule, "weights" if "weights" in self.sources else None)
+        for role, name in results.items():
             body.rename(name, role)
         types = {role: onnx.helper.np_dtype_to_tensor_dtype(dtypes[role]) for role in self.sources}
         types |= dict.fromkeys(("start", "stop"), onnx.TensorProto.INT64)
         inputs = [onnx.helper.make_tensor_value_info(role, dtype, None) for role, dtype in types.items()]
-        outputs = [onnx.ValueInfoProto(name=role) for role in made]
+        outputs = [onnx.ValueInfoProto(name=role) for role in results]
         graph = onnx.helper.make_graph(body.nodes, "rows", inputs, outputs, body.initializers)
         return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", self.opset)], ir_version=8)

@@ -316,8 +316,8 @@ class ModelInputs:
     def _choose_columns(self) -> list[str]:
         missing = sorted(set(self.names) - set(self._source.columns))
         if self._source.ragged:  # no row is padded, so every position is a token
-            made = ((self.mask, self._free), (self.decoder_mask, self._free_decoder))
-            missing = [name for name in missing if not any(name == mask and len(free) > 1 for mask, free in made)]
+            masks = ((self.mask, self._free), (self.decoder_mask, self._free_decoder))
+            missing = [name for name in missing if not any(name == mask and len(free) > 1 for mask, free in masks)]
         if missing:
             raise self._source.refuse(
                 f"must hold {', '.join(self.names)}; missing {', '.join(missing)}, "

@@ -112,10 +112,10 @@ class TokenizedSource(Source):
                 self.truncated += is_cut
                 if not tokens.size:
                     raise self.refuse("the text must give at least one token; got none", start + number)
-                made = dict(zip(TOKEN_COLUMNS, tokens[:3], strict=True))
+                arrays = dict(zip(TOKEN_COLUMNS, tokens[:3], strict=True))
                 if spans:
-                    made[GROUPS_COLUMN] = span_groups(tokens[3:].T, spans[number]).T.astype(np.int64)
-                yield {name: made[name] if name in made else row[name] for name in columns}
+                    arrays[GROUPS_COLUMN] = span_groups(tokens[3:].T, spans[number]).T.astype(np.int64)
+                yield {name: arrays[name] if name in arrays else row[name] for name in columns}
 
     def _blocks(self, rows: Iterator[Row]) -> Iterator[tuple[int, list[Row]]]:
         block: list[Row] = []

@@ -75,11 +75,11 @@ def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool
     same = [{key: value for key, value in rule.items() if key not in ("truncation", "padding")} for rule in rules]
     if same[1:] == same[:1] and not lower:
         return None
-    kept: dict[str, Any] = {} if limit is None else {"truncation": True, "max_length": limit}
+    cut: dict[str, Any] = {} if limit is None else {"truncation": True, "max_length": limit}
 
     def encode(texts: list[list[str]]) -> Any:
         columns = [[text.lower() if lower else text for text in column] for column in zip(*texts, strict=True)]
-        return library(*columns, **kept)["input_ids"]
+        return library(*columns, **cut)["input_ids"]
 
     return encode
 

@@ -103,13 +103,13 @@ class AttentionMaker(Maker[AttentionT]):
         """Alphas before clipping, mixing, and codes."""
         alphas = np.array([[layer.alphas for layer in sample.layers] for sample in samples], np.float32)
         mixings = mixings_of(form, alphas)
-        made = []
+        records = []
         for number, sample in enumerate(samples):
             parts: dict[str, Any] = {"alphas": alphas[number]} if alphas.size else {}
             parts["mixing"] = mixings[number]
             codes = self.make_codes(form, sample)
-            made.append(parts | dict(zip(map(blob_name, form.student_layers), codes, strict=True)))
-        return made
+            records.append(parts | dict(zip(map(blob_name, form.student_layers), codes, strict=True)))
+        return records
 
     @abstractmethod
     def make_codes(self, form: AttentionT, sample: BatchOutputs) -> list[Any]:
@@ -169,14 +169,14 @@ class MapsMaker(AttentionMaker[Maps]):
 
     def make_codes(self, form: Maps, sample: BatchOutputs) -> list[Any]:
         """Codes ``(H_s, rows, keys)``; ``support-mismatch`` for a teacher that attends to padding."""
-        made: list[Any] = []
+        coded: list[Any] = []
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
             where = f"record {sample.index} layer {layer.layer.student_layer}"
             # Rows of padding may also look at padding at the end: they are emptied before that is refused.
             codes = cut_map(_without_padding(layer.codes[:, :rows], layer), rows, keys, where)
             in_graph = form.codec == CODED_IN_GRAPH and codes.dtype == code_dtype(CODED_IN_GRAPH)
-            made.append(np.ascontiguousarray(codes) if in_graph else encode(form.codec, codes))
-        return made
+            coded.append(np.ascontiguousarray(codes) if in_graph else encode(form.codec, codes))
+        return coded
 
     def measure(self, form: Maps, samples: Sequence[BatchOutputs], records: Sequence[SampleRecord]) -> CodecError:
         """Over the merged maps before coding; rows without mass do not count."""
@@ -328,9 +328,9 @@ def _compare_maps(
     for rows, maps in _cut_tiles(tiles, extent):
         for head, probs in enumerate(maps["probs"]):
             of_head = queries[head : head + 1], keys[head // share][None]
-            (made,) = rebuild_maps(*of_head, scale, support, window=window, rows=rows)
-            made -= probs
-            difference = float(np.maximum(difference, (0.5 * np.abs(made, out=made).sum(axis=-1)).max()))
+            (rebuilt,) = rebuild_maps(*of_head, scale, support, window=window, rows=rows)
+            rebuilt -= probs
+            difference = float(np.maximum(difference, (0.5 * np.abs(rebuilt, out=rebuilt).sum(axis=-1)).max()))
     limit = tolerance_of("factored", site.dtype or "float32")
     if not difference <= limit:
         rule = f"have the maps that its queries and keys make, within a total variation of {limit:g}"

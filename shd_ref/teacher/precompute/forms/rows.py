@@ -51,13 +51,13 @@ class RowsMaker(Maker[RowsT]):
 
     def make(self, form: RowsT, samples: Sequence[BatchOutputs], extents: Sequence[Extent]) -> list[dict[str, Any]]:
         """Rows of bytes, by the names of the form's parts; errors name the sample."""
-        made = []
+        records = []
         for sample, extent in zip(samples, extents, strict=True):
             parts = self.rows(form, sample, extent)
             with naming(f"sample {sample.index} (key {sample.key})"):
                 codes = [form.encode(rows, counted, layer) for layer, rows, counted in parts]
-            made.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
-        return made
+            records.append(dict(zip((part.name for part in form.parts), codes, strict=True)))
+        return records
 
     def measure(self, form: RowsT, samples: Sequence[BatchOutputs], records: Sequence[SampleRecord]) -> RowError:
         errors = []
