@@ -144,25 +144,3 @@ def test_what_does_not_fit_is_refused() -> None:
         kd_loss(ExactTargets(states, head), student)
     with refusal("argument-value", "must be on meta"):
         kd_loss(ExactTargets(states, head), student.to("meta"), check=False)
-
-
-def test_no_logits_of_all_rows_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest tensor is a chunk, or an argument or its gradient."""
-    rows, classes, chunk = 256, 2000, 4
-    states, hidden = random(rows, WIDTH, seed=18).float(), random(rows, OWN, seed=19).float().requires_grad_()
-    head = TeacherHead(random(classes, WIDTH, seed=20).float())
-    weight = random(classes, OWN, seed=21).float().requires_grad_()
-    sizes: list[int] = []
-    monkeypatch.setitem(targets._ENTRIES, "cpu", chunk * classes)
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = func(*args, **(kwargs or {}))
-            sizes.extend(
-                one.numel() for one in (made if isinstance(made, tuple) else (made,)) if torch.is_tensor(one)
-            )
-            return made
-
-    with Watch():
-        linear_kd_loss(ExactTargets(states, head), hidden, weight).backward()
-    assert max(sizes) <= max(chunk * classes, classes * WIDTH)
