@@ -24,12 +24,21 @@ class Denoiser(torch.nn.Module):
         return self.layer(x)
 
 
-def test_the_trainer_takes_a_recipe(cache_folder: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> shd_torch.SupervisedDataset:
+    for package in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(package, reason="a cache of a Hugging Face teacher is made")
+    return shd_torch.SupervisedDataset(
+        make_samples(), write_cache(tmp_path_factory.mktemp("recipes"), logits="float16")
+    )
+
+
+def test_the_trainer_takes_a_recipe(joined: shd_torch.SupervisedDataset, tmp_path: Path) -> None:
     import transformers
 
     student = make_model(2, seed=2)
     names: dict[str, Any] = {
-        "joined": shd_torch.SupervisedDataset(make_samples(), write_cache(cache_folder, logits="float16")),
+        "joined": joined,
         "arguments": transformers.TrainingArguments(
             output_dir=str(tmp_path), max_steps=1, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
         ),
@@ -42,12 +51,11 @@ def test_the_trainer_takes_a_recipe(cache_folder: Path, tmp_path: Path) -> None:
     assert logged["kd_weight"] == pytest.approx(0.7)
 
 
-@pytest.mark.slow
-def test_beta_is_chosen(trainer_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beta_is_chosen(joined: shd_torch.SupervisedDataset, capsys: pytest.CaptureFixture[str]) -> None:
     student = make_model(2, seed=2)
     before = [value.detach().clone() for value in student.parameters()]
     names: dict[str, Any] = {
-        "joined": shd_torch.SupervisedDataset(make_samples(), trainer_cache),
+        "joined": joined,
         "optimizer": torch.optim.SGD(student.parameters(), 0.1),
         "pad": pad,
         "student": student,

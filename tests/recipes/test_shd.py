@@ -1,14 +1,13 @@
-"""Recipes with the attention term, live and cached, and what each term is worth in the loss and the gradient."""
+"""Recipes with the attention term, and what each term is worth in the loss and the gradient."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from support.binding.trainer_cases import make_model, make_samples, pad, write_cache
+from support.binding.trainer_cases import make_model, make_samples, pad
 
 import shd_torch.recipes as recipes
-from shd_torch import OnlineTeacher, ShdError, SupervisedDataset, capture_attention, layer_kls
+from shd_torch import OnlineTeacher, ShdError, capture_attention, layer_kls
 from shd_torch.recipes import SHD, Term, Terms, scale_report
 
 
@@ -68,30 +67,6 @@ def test_every_recipe_of_text_takes_it(step: Step) -> None:
             terms.total, list(step.student.parameters()), retain_graph=True, allow_unused=True
         )
         assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("logits", ["float16", "topk"])
-def test_a_cache_with_logits_needs_no_teacher(logits: str, cache_folder: Path) -> None:
-    """What the cache holds of logits and attention gives the terms that the teacher itself gives."""
-    joined = SupervisedDataset(make_samples(), write_cache(cache_folder, logits=logits, logits_top=8, logits_bits=16))
-    batch, supervision = joined.collate_with(pad)([joined[number] for number in range(4)])
-    student, seen = make_model(2, seed=2), {name: batch[name] for name in ("input_ids", "attention_mask")}
-    with capture_attention(student, layers=supervision.layers) as captured:
-        z = student(**seen).logits
-    live = OnlineTeacher(make_model(4, seed=1), num_student_heads=2, layer_map=2)(**seen)
-    shds = [SHD(captured, taught, 0.02, loss_mask=batch["attention_mask"].bool()) for taught in (supervision, live)]
-    u = live.output.logits
-    for recipe, options in ((recipes.language_kd, {}), (recipes.gkd, {"mixing": 0.0})):
-        held = recipe(z, batch["labels"], supervision.targets(), shift=True, shd=shds[0], **options)
-        wanted = recipe(z, batch["labels"], u, shift=True, shd=shds[1], **options)
-        assert list(held) == list(wanted)
-        for name in wanted:
-            if logits == "topk" and name in ("kd", "jsd"):  # the tail is one class: at most the whole
-                assert 0 < held[name].value.item() < wanted[name].value.item()
-            else:
-                assert held[name].value.item() == pytest.approx(wanted[name].value.item(), rel=1e-3)
-        held.total.backward(retain_graph=True)
 
 
 def test_terms_add_and_scale(step: Step) -> None:
