@@ -1,6 +1,5 @@
 """The loss from queries and keys: every backend against the float64 reference, value and gradients by name."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -13,12 +12,11 @@ from support.binding.twins import to_float64
 from support.refusals import refusal
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import shd_torch.maps as shd
 from shd_ref import ShdError
 from shd_ref.conformance import load_tolerances
-from shd_torch import attention_kl, explain_backend
+from shd_torch import attention_kl
 from shd_torch.supervision import Coded, Dense, Factored, Supervision
 
 BACKENDS = ("dense", "sdpa")
@@ -67,14 +65,9 @@ def cases() -> list[Any]:
     return [pytest.param(case, id=name) for name, case in table.items()]
 
 
-def run(
-    case: KlCase, supervision: Any, backend: str, dtype: torch.dtype, *, spoilt: bool = False, **options: Any
-) -> tuple[Any, ...]:
-    """The loss and its gradients for queries and keys; spoilt queries are NaN from row 40 on."""
+def run(case: KlCase, supervision: Any, backend: str, dtype: torch.dtype, **options: Any) -> tuple[Any, ...]:
+    """The loss and its gradients for queries and keys."""
     q, k = case.student(dtype)
-    if spoilt:
-        with torch.no_grad():
-            q[:, :, 40:] = torch.nan
     loss = attention_kl(q, k, supervision, backend=backend, **case.options() | options)
     assert loss.shape == ()
     loss.backward()
@@ -143,39 +136,30 @@ def test_small_divergences_in_half_precision_lose_no_more_than_the_last_rounding
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_uncounted_rows_may_hold_anything(backend: str, check: bool) -> None:
-    case = make_case(loss_mask=np.arange(63)[None, :].repeat(2, 0) < 40)
-    actual = run(case, case.supervision(torch.float64), backend, torch.float64, spoilt=True, check=check)
-    assert_close(actual, case.expected(), "float64")
-    assert (actual[1][:, :, 40:] == 0).all()
-
-
-@pytest.mark.parametrize("check", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", ["factored", "dense", "coded"])
-def test_uncounted_rows_of_the_teacher_may_hold_anything(form: str, backend: str, check: bool) -> None:
+def test_uncounted_rows_may_hold_anything(form: str, backend: str, check: bool) -> None:
+    """Of the student, and of the teacher in each form; a row that counts is looked at all the same."""
     case = make_case(loss_mask=np.arange(63)[None, :].repeat(2, 0) < 40)
-    factored = case.supervision(torch.float64)
-    if form == "dense":
-        maps = torch.from_numpy(case.maps())
-        maps[:, :, 40:] = torch.nan
-        supervision: Supervision = Dense(maps)
-    elif form == "coded":
-        maps = torch.from_numpy(case.maps()).float()
-        maps[:, :, 40:] = torch.nan
-        size = maps[0].numel() * 4
-        supervision = Coded(maps.view(torch.uint8).flatten(), (0, size), (63, 63), 2, "float32", "full", 63)
-    else:
-        spoilt = factored.queries.clone()
-        spoilt[:, :, 40:] = torch.nan
-        supervision = replace(factored, queries=spoilt)
+    factored, maps = case.supervision(torch.float64), torch.from_numpy(case.maps())
+    queries, keys = case.student(torch.float64)
+    for rows in (factored.queries, maps, queries.detach()):
+        rows[:, :, 40:] = torch.nan
+    supervision: Supervision = factored if form == "factored" else Dense(maps)
+    if form == "coded":
+        codes = maps.float().view(torch.uint8)
+        supervision = Coded(codes.flatten(), (0, codes[0].numel()), (63, 63), 2, "float32", "full", 63)
     expected = case.expected()
     for value in ("exact", "surrogate"):
-        loss, *gradients = run(case, supervision, backend, torch.float64, check=check, value=value)
-        actual = (loss if value == "exact" else expected[0], *gradients)
+        options = case.options() | {"backend": backend, "check": check, "value": value}
+        loss = attention_kl(queries, keys, supervision, **options)
+        gradients = [to_float64(gradient) for gradient in torch.autograd.grad(loss, (queries, keys))]
+        actual = (loss.item() if value == "exact" else expected[0], *gradients)
         assert_close(actual, expected, "float32" if form == "coded" else "float64")
-    with refusal("not-finite"):  # a row that counts is looked at all the same
-        attention_kl(*case.student(torch.float64), supervision, backend=backend)
+        assert (gradients[0][:, :, 40:] == 0).all()
+    for student in (case.student(torch.float64), (queries, keys)):
+        taught = supervision if student[0] is not queries else case.supervision(torch.float64)
+        with refusal("not-finite"):
+            attention_kl(*student, taught, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -193,23 +177,15 @@ def test_autocast_changes_nothing(form: str, backend: str) -> None:
 
 
 def penalise(f: LossOf, q: Tensor, k: Tensor) -> Any:
-    (dq,) = torch.autograd.grad(f(q, k), q, create_graph=True)
+    # The cube has a second derivative: without the refusal it alone would come back.
+    (dq,) = torch.autograd.grad(f(q, k) + k.pow(3).sum(), q, create_graph=True)
     return torch.autograd.grad(dq.square().sum(), k)
-
-
-def penalise_a_sum(f: LossOf, q: Tensor, k: Tensor) -> Any:
-    # The other term has a second derivative: without the refusal it alone would come back.
-    return penalise(lambda q, k: f(q, k) + k.pow(3).sum(), q, k)
 
 
 def backward_of_backward(f: LossOf, q: Tensor, k: Tensor) -> Any:
     f(q, k).backward(create_graph=True)
     assert q.grad is not None
     (q.grad.square().sum() + q.sum()).backward()
-
-
-def checkpointed(f: LossOf, q: Tensor, k: Tensor) -> Any:
-    return penalise(lambda q, k: checkpoint(f, q, k, use_reentrant=False), q, k)
 
 
 def forward_mode(f: LossOf, q: Tensor, k: Tensor) -> Any:
@@ -227,14 +203,11 @@ def of_a_mask(f: LossOf, q: Tensor, k: Tensor) -> Any:
     return penalise(lambda b, _: attention_kl(q.detach(), k.detach(), teacher, attn_mask=b) + b.square(), k.sum(), k)
 
 
-def functional(name: str) -> Any:
-    return lambda f, q, k: getattr(torch.func, name)(lambda q: f(q, k.detach()))(q.detach())
+def functional_gradient(f: LossOf, q: Tensor, k: Tensor) -> Any:
+    return torch.func.grad(lambda q: f(q, k.detach()))(q.detach())
 
 
-OTHER_DERIVATIVES: tuple[Any, ...] = (
-    *(penalise, penalise_a_sum, backward_of_backward, checkpointed, of_a_mask, forward_mode),
-    *(pytest.param(functional(name), id=name) for name in ("grad", "jacfwd", "vmap")),
-)
+OTHER_DERIVATIVES = (penalise, backward_of_backward, of_a_mask, forward_mode, functional_gradient)
 
 
 @pytest.mark.parametrize(("form", "backend"), [("dense", "dense"), ("factored", "sdpa"), ("surrogate", "sdpa")])
@@ -258,25 +231,10 @@ def test_derivatives_that_are_not_computed_are_refused_and_never_zero(way: Any, 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_second_derivatives_of_a_compiled_loss_are_refused() -> None:
     case = make_case(5, width=3)
-    q, k = case.student(torch.float64)
     supervision = torch.from_numpy(case.maps())
     compiled = torch.compile(lambda q, k: attention_kl(q, k, supervision, check=False), backend="aot_eager")
     with pytest.raises(RuntimeError, match="double backward"):
-        penalise_a_sum(compiled, q, k)
-
-
-@pytest.mark.parametrize(("backend", "use_reentrant"), [("dense", True), ("sdpa", False)])
-def test_checkpointing_changes_nothing(backend: str, use_reentrant: bool) -> None:
-    case = make_case(5, width=3)
-    supervision = case.supervision(torch.float64)
-    results = []
-    for wrap in (False, True):
-        q, k = case.student(torch.float64)
-        arguments = functools.partial(attention_kl, supervision=supervision, backend=backend), q, k
-        loss = checkpoint(*arguments, use_reentrant=use_reentrant) if wrap else arguments[0](q, k)
-        loss.backward(create_graph=False)
-        results.append((loss.detach(), q.grad, k.grad))
-    torch.testing.assert_close(results[0], results[1], rtol=0.0, atol=0.0)
+        penalise(compiled, *case.student(torch.float64))
 
 
 def test_softcap_and_its_teacher() -> None:
@@ -359,25 +317,17 @@ def test_intersect() -> None:
     [
         ({"backend": "eager"}, "argument-value"),
         ({"backend": "sdpa", "softcap": 5.0}, "argument-value"),
-        ({"backend": "sdpa", "support": "intersect"}, "argument-value"),
-        ({"value": "none"}, "argument-value"),
         ({"beta": -1.0}, "argument-value"),
         ({"window": 0}, "argument-value"),
-        ({"softcap": 0.0}, "argument-value"),
         ({"scale": float("nan")}, "argument-value"),
         ({"temperature": 2.0, "supervision": "dense"}, "argument-value"),
         ({"student_k": torch.zeros(2, 3, 9, 40)}, "argument-shape"),
-        ({"student_k": torch.zeros(2, 1, 8, 40)}, "argument-shape"),
         ({"student_q": torch.full((2, 2, 9, 40), torch.nan)}, "not-finite"),
-        ({"student_q": [torch.zeros(2, 2, 9, 40)]}, "argument-shape"),
         ({"attn_mask": torch.ones(3, 9, 9, dtype=torch.bool)}, "argument-shape"),
         ({"attn_mask": torch.ones(9, 9, dtype=torch.int64)}, "argument-dtype"),
-        ({"attn_mask": torch.full((9, 9), torch.nan)}, "not-finite"),
         ({"loss_mask": torch.ones(2, 9)}, "argument-dtype"),
         ({"supervision": None}, "argument-dtype"),
-        ({"attn_mask": [1]}, "argument-dtype"),
         ({"alibi_slopes": torch.ones(2)}, "argument-value"),
-        ({"is_causal": "no"}, "argument-value"),
         ({"product_dtype": "float16"}, "argument-dtype"),
     ],
     ids=str,
@@ -392,25 +342,13 @@ def test_refuses(changes: dict[str, Any], code: str) -> None:
         attention_kl(**arguments | changes)
 
 
-def test_backend_is_explained() -> None:
-    case = make_case(9)
-    q, k = case.student(torch.float32)
-    (choice,) = explain_backend(q, k, case.supervision(torch.float32), softcap=5.0)
-    assert choice.name == "dense"
-    assert "processor" in choice.reason
-    assert "soft cap" in choice.refused["sdpa"]
-    (asked,) = explain_backend(q, k, case.supervision(torch.float32), backend="sdpa")
-    assert (asked.name, asked.reason) == ("sdpa", "it was asked for")
-
-
-@pytest.mark.parametrize("length", [256, 4096])
-def test_fused_products_in_float16_where_rows_look_at_one_key(length: int) -> None:
+def test_fused_products_in_float16_where_rows_look_at_one_key() -> None:
     """A steady channel through which rows look at the first key: sums of a column that float16 cannot hold, and whose
     difference is thousands of times smaller than they are."""
-    generator = torch.Generator().manual_seed(0)
+    generator, length = torch.Generator().manual_seed(0), 1024
     q, k, noise, other = (torch.randn(1, 1, length, 64, generator=generator) for _ in range(4))
-    q[..., 0], k, other = 24.0, 0.3 * k, 0.3 * other
-    k[..., 0], k[:, :, 0, 0], noise[..., 0], other[..., 0] = 0.0, 4.0, 0.0, 0.0
+    q[..., 0], k, other = 96.0, 0.3 * k, 0.3 * other
+    k[..., 0], k[:, :, 0, 0], noise[..., 0], other[..., 0] = 0.0, 1.0, 0.0, 0.0
     student = [each.bfloat16() for each in (q, k)]
     teacher = [each.bfloat16() for each in (q + 0.5 * noise, k + 0.5 * other)]
     limit = load_tolerances()["kernels"]["gradient"]["bfloat16"]
