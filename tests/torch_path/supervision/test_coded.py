@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from support.makers import job
 from support.refusals import refusal
 
-from shd_ref.cache import CODECS, decode, encode, pack, packed_size
+from shd_ref.cache import CODECS, decode, encode, pack
 from shd_torch import attention_kl
 from shd_torch.supervision import CachedSupervision, Coded, Dense, TaughtLayers
 
@@ -41,9 +41,14 @@ def make_batch(codec: str, support: str) -> tuple[CachedSupervision, list[NDArra
     return CachedSupervision(buffer, LENGTHS, TaughtLayers((0, 2)), form, (), *others), expected
 
 
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 20)
+
+
 @pytest.mark.parametrize("support", ["full", "causal"])
 @pytest.mark.parametrize("codec", CODECS)
-def test_tiles_are_the_decoded_maps(codec: str, support: str) -> None:
+def test_tiles_are_the_decoded_maps(codec: str, support: str, small_tiles: None) -> None:
     batch, expected = make_batch(codec, support)
     for coded, maps in zip(batch.supervise(LONGEST), expected, strict=True):
         assert coded.shape == maps.shape
@@ -59,11 +64,6 @@ def test_tiles_are_the_decoded_maps(codec: str, support: str) -> None:
         np.testing.assert_allclose(some.probs(temperature=2.0), maps[1:4], rtol=1e-6, atol=0)
     for one, maps in zip(batch.decode(LONGEST), expected, strict=True):
         np.testing.assert_allclose(one, maps, rtol=1e-6, atol=0)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shd_torch.supervision.supervision.TILE_ENTRIES", 20)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -107,23 +107,3 @@ def test_numbers_that_are_no_distribution_are_found() -> None:
             attention_kl(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), coded)
     sound = replace(coded, buffer=entries.view(torch.uint8).flatten())
     assert attention_kl(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), sound) == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("support", ["full", "causal"])
-@pytest.mark.parametrize("codec", CODECS)
-def test_mass_is_found_by_tiles(request: pytest.FixtureRequest, support: str, codec: str) -> None:
-    """Codes are a byte an entry: nothing of that size may be made beside them."""
-    lengths = (9, 7, 7)
-    sizes = [packed_size(codec, support, 3, length) for length in lengths]
-    generator = torch.Generator().manual_seed(4)
-    buffer = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8, generator=generator)
-    if codec == "float32":
-        buffer = torch.rand(sum(sizes) // 4, generator=generator).view(torch.uint8)
-    buffer[: sizes[0] // 3] = 0
-    starts = (0, sizes[0], sizes[0] + sizes[1])
-    coded = Coded(buffer, starts, lengths, 3, codec, support, 10)
-    whole = coded.mass()
-    request.getfixturevalue("small_tiles")
-    assert torch.equal(coded.mass(), whole)
-    assert torch.equal(whole != 0, (coded.probs() != 0).any(-1))
-    assert 0 < (whole != 0).sum() < whole.numel()
