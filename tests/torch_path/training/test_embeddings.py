@@ -138,7 +138,7 @@ def test_agreement_is_that_of_scipy_and_of_sorted_neighbours() -> None:
     assert ties.spearman == pytest.approx(scipy.stats.spearmanr([1] + [0] * 9, [1] * 3 + [0] * 7).statistic)
 
 
-@pytest.mark.parametrize(("distance", "pooling"), [("cosine", "last"), ("mse", "cls"), ("similarity", "max")])
+@pytest.mark.parametrize(("distance", "pooling"), [("mse", "last"), ("similarity", "max")])
 def test_a_step_is_that_of_a_plain_loop(
     caches: Callable[..., Path], tmp_path: Path, distance: str, pooling: str
 ) -> None:
@@ -199,29 +199,26 @@ def test_beside_attention_and_logits_of_a_student_with_a_head(tmp_path: Path) ->
         trained(tmp_path / "live", train=make_samples(), teacher=live, embeddings=EmbeddingTerm())
 
 
-@pytest.mark.parametrize(("distance", "width"), [("mse", 16), ("similarity", 16)])
-def test_a_student_learns_from_the_cache_alone(
-    caches: Callable[..., Path], tmp_path: Path, distance: str, width: int
-) -> None:
-    """Narrower than its teacher too; it is evaluated, saved, and loads as an encoder."""
-    student = make_student(tmp_path / "student", width)
+def test_a_student_learns_from_the_cache_alone(caches: Callable[..., Path], tmp_path: Path) -> None:
+    """Narrower than its teacher; it is evaluated, saved, and loads as an encoder."""
+    student = make_student(tmp_path / "student", 16)
     samples = samples_of(tmp_path / "student")
     joined = SupervisedDataset(samples, caches(embeddings_codec="float16"))
-    arguments = {"max_steps": 12, "per_device_train_batch_size": 12, "learning_rate": 0.005, "optim": "adamw_torch"}
-    arguments |= {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "no", "per_device_eval_batch_size": 5}
+    arguments = {"max_steps": 8, "per_device_train_batch_size": 12, "learning_rate": 0.005, "optim": "adamw_torch"}
+    arguments |= {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no", "per_device_eval_batch_size": 5}
     trainer = make_trainer(
         tmp_path / "out",
         train=joined,
         model=student[0].auto_model,
         collate=pad,
-        embeddings=EmbeddingTerm(distance=distance),
+        embeddings=EmbeddingTerm(distance="mse"),
         eval_dataset=joined,
         arguments=arguments,
     )
     trainer.train()
     losses = [step["embedding_loss"] for step in trainer.state.log_history if "embedding_loss" in step]
     assert losses[-1] < 0.8 * losses[0]
-    assert len(list(trainer.projectors.parameters())) == 2 * (distance == "mse")
+    assert len(list(trainer.projectors.parameters())) == 2
     metrics = trainer.evaluate()
     taught = np.stack([joined.cache.decode_embedding(joined[index][1]) for index in range(len(joined))])
     own = student.encode(TEXTS)
@@ -253,14 +250,12 @@ def fit(student: Any, data: dict[str, list[Any]], loss: Any, out: Path) -> list[
     return [step["loss"] for step in trainer.state.log_history if "loss" in step]
 
 
-@pytest.mark.parametrize(("distance", "width"), [("similarity", 32), ("cosine", 16)])
-def test_the_trainer_of_sentence_transformers(
-    caches: Callable[..., Path], tmp_path: Path, distance: str, width: int
-) -> None:
+def test_the_trainer_of_sentence_transformers(caches: Callable[..., Path], tmp_path: Path) -> None:
     """By the content of its tokens, of two columns of texts."""
-    student = make_student(tmp_path / "student", width)
-    loss = EmbeddingLoss(student, caches(), distance=distance)
-    assert (loss.projector is not None) == (distance != "similarity")
+    student = make_student(tmp_path / "student", 16)
+    loss = EmbeddingLoss(student, caches(), distance="cosine")
+    assert loss.projector is not None
+    assert EmbeddingLoss(student, caches(), distance="similarity").projector is None
     losses = fit(student, {"one": TEXTS, "other": TEXTS[::-1]}, loss, tmp_path / "out")
     assert np.mean(losses[-2:]) < 0.8 * np.mean(losses[:2])
     student.save_pretrained(str(tmp_path / "trained"))
