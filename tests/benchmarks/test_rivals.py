@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.binding.models import hf_inputs, hf_model
+from support.binding.architectures import make_inputs
+from support.binding.models import hf_model
 from torch import Tensor
 
 from shd_torch.maps import softmax, squeeze_heads, value_outputs
@@ -18,7 +19,7 @@ sys.path.append(str(ROOT))
 
 from benchmarks.study.rivals import RIVALS, ForwardPass, Rival, RivalTerm, TeacherOutputs, make_rival  # noqa: E402  (a folder of the repository, in no wheel)
 
-BATCH = hf_inputs("llama")
+BATCH = make_inputs("llama")
 COUNTED = BATCH["attention_mask"].bool()
 MERGES = ("shd", "hard", "constant", "mean", "as_printed")
 

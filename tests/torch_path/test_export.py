@@ -12,7 +12,8 @@ import onnxruntime
 import pytest
 import torch
 import transformers
-from support.binding.models import HF_MODELS, NUM_LAYERS, PlainBlock, PlainViT, hf_inputs, hf_model
+from support.binding.architectures import make_inputs
+from support.binding.models import HF_MODELS, NUM_LAYERS, PlainBlock, PlainViT, hf_model
 from support.calls import run_killed
 from support.refusals import refusal
 from torch import Tensor, nn
@@ -37,10 +38,10 @@ def count_softmax(path: Path) -> int:
 def test_hf_graph_is_the_model(tmp_path: Path) -> None:
     """``test_architectures`` has others."""
     model = hf_model("gpt2", num_hidden_layers=1).train()
-    report = export_teacher(model, hf_inputs("gpt2"), tmp_path / "deep" / "teacher.onnx")
+    report = export_teacher(model, make_inputs("gpt2"), tmp_path / "deep" / "teacher.onnx")
     assert model.training
     assert model.config._attn_implementation == "sdpa"
-    inputs = hf_inputs("gpt2", batch=5, length=11, seed=3)
+    inputs = make_inputs("gpt2", batch=5, length=11, seed=3)
     with torch.no_grad():
         output = model.eval()(**inputs)
     assert report.output == next(iter(output))

@@ -62,15 +62,18 @@ ARCHITECTURES = (*HUGGING_FACE, "dit")
 GROUPED = ("llama", "mistral", "qwen3", "gemma2")  # fewer key/value heads than heads
 
 
-def make_model(name: str, attn_implementation: str | None = None, **changes: Any) -> Any:
-    """The architecture with random weights, in eval mode, by its library's choice of attention or another."""
+def make_model(name: str, attn_implementation: str | None = None, kind: str | None = None, **changes: Any) -> Any:
+    """The architecture with random weights, in eval mode, by its library's choice of attention or another.
+
+    ``kind`` names another class of the library than the bare model.
+    """
     torch.manual_seed(0)
     if name == "dit":
         return DiffusionTransformer().eval()
     import transformers
 
     config, model, arguments = _HUGGING_FACE[name]
-    made = getattr(transformers, model)(getattr(transformers, config)(**(arguments | changes)))
+    made = getattr(transformers, kind or model)(getattr(transformers, config)(**(arguments | changes)))
     if attn_implementation is not None:
         made.set_attn_implementation(attn_implementation)
     return (made.get_encoder() if name in ENCODERS_INSIDE else made).eval()

@@ -1,4 +1,4 @@
-"""Tiny models built from configurations: nothing is downloaded, every architecture has its own attention code."""
+"""Tiny models with a head, and a vision transformer written by hand."""
 
 from typing import Any
 
@@ -6,45 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TEXT_MODELS = ("bert", "gpt2", "llama")
-HF_MODELS = (*TEXT_MODELS, "vit")
+from support.binding.architectures import HEADS, make_model
+
+HF_MODELS = ("bert", "gpt2", "llama", "vit")
 NUM_LAYERS = 2
-NUM_HEADS = 4
+_HEADED = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "vit": "ViTForImageClassification"}
 
 
 def hf_model(name: str, attn_implementation: str = "sdpa", **changes: Any) -> Any:
-    """A tiny Hugging Face model with random weights, in eval mode."""
-    import transformers
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": NUM_HEADS}
-    mlp = {"intermediate_size": 48}
-    torch.manual_seed(0)
-    if name == "bert":
-        config = transformers.BertConfig(vocab_size=50, max_position_embeddings=40, **(sizes | mlp | changes))
-        model = transformers.BertModel(config)
-    elif name == "gpt2":
-        config = transformers.GPT2Config(vocab_size=50, n_positions=40, **(sizes | changes))
-        model = transformers.GPT2LMHeadModel(config)
-    elif name == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=50, num_key_value_heads=2, max_position_embeddings=40, **(sizes | mlp | changes)
-        )
-        model = transformers.LlamaForCausalLM(config)
-    else:
-        config = transformers.ViTConfig(image_size=16, patch_size=4, **(sizes | mlp | changes))
-        model = transformers.ViTForImageClassification(config)
-    model.set_attn_implementation(attn_implementation)
-    return model.eval()
-
-
-def hf_inputs(name: str, batch: int = 2, length: int = 7, seed: int = 0) -> dict[str, Tensor]:
-    """Inputs for a model of that name; text is right-padded in the first sample."""
-    generator = torch.Generator().manual_seed(seed)
-    if name == "vit":
-        return {"pixel_values": torch.randn(batch, 3, 16, 16, generator=generator)}
-    mask = torch.ones(batch, length, dtype=torch.int64)
-    mask[0, length - 2 :] = 0
-    return {"input_ids": torch.randint(0, 50, (batch, length), generator=generator), "attention_mask": mask}
+    """One of the architectures with two layers, and with a head where it is one of ``_HEADED``."""
+    return make_model(
+        name, attn_implementation, kind=_HEADED.get(name), **{"num_hidden_layers": NUM_LAYERS} | changes
+    )
 
 
 class PlainBlock(nn.Module):
@@ -72,7 +45,7 @@ class PlainBlock(nn.Module):
 class PlainViT(nn.Module):
     """A vision transformer as people write it by hand."""
 
-    def __init__(self, width: int = 32, num_heads: int = NUM_HEADS, num_layers: int = NUM_LAYERS) -> None:
+    def __init__(self, width: int = 32, num_heads: int = HEADS, num_layers: int = NUM_LAYERS) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, stride=4)
         self.positions = nn.Parameter(0.1 * torch.randn(1, 16, width))

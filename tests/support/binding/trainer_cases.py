@@ -13,7 +13,7 @@ import transformers
 
 from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
-from shd_torch import SHDTrainer
+from shd_torch import OnlineTeacher, SHDTrainer
 from support.exported_models import trace
 
 LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
@@ -92,6 +92,19 @@ def trained(out: Path, **given: Any) -> SHDTrainer:
     trainer = make_trainer(out, **given)
     trainer.train()
     return trainer
+
+
+def live(seed: int = 1, **options: Any) -> OnlineTeacher:
+    return OnlineTeacher(make_model(4, seed=seed), 2, 2, **options)
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerances: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, msg=name, **tolerances)
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def weights(trainer: SHDTrainer) -> dict[str, torch.Tensor]:

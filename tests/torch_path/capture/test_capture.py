@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.binding.models import HF_MODELS, NUM_HEADS, NUM_LAYERS, PlainViT, hf_inputs, hf_model
+from support.binding.architectures import HEADS, make_inputs
+from support.binding.models import HF_MODELS, NUM_LAYERS, PlainViT, hf_model
 from support.refusals import refusal
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from shd_torch import ShdError, capture_attention
 def test_hf_training_gradients(name: str, attn_implementation: str) -> None:
     """With dropout: the same random numbers, so the same loss and the same gradients; and SHD adds its own."""
     dropout = {"gpt2": "attn_pdrop", "llama": "attention_dropout"}.get(name, "attention_probs_dropout_prob")
-    model, inputs = hf_model(name, attn_implementation, **{dropout: 0.3}).train(), hf_inputs(name)
+    model, inputs = hf_model(name, attn_implementation, **{dropout: 0.3}).train(), make_inputs(name)
     gradients = []
     for beta in (None, 0.0, 1.0):
         model.zero_grad()
@@ -86,7 +87,7 @@ def test_sdpa_arguments(case: str, dtype: torch.dtype) -> None:
 def test_transformer_encoder_keeps_its_outputs(training: bool, padded: bool, context: Any) -> None:
     """Its fast path is off during a capture; it left padded rows zero."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, NUM_HEADS, 48, batch_first=True)
+    layer = nn.TransformerEncoderLayer(32, HEADS, 48, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2).train(training)
     real = torch.arange(7) < torch.tensor([7, 5, 3])[:, None]
     source, outputs = torch.randn(3, 7, 32), []
@@ -147,7 +148,7 @@ def traces(model: nn.Module) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 def test_nothing_is_left_behind_after_an_error(attn_implementation: str) -> None:
-    model, inputs = hf_model("bert", attn_implementation), hf_inputs("bert")
+    model, inputs = hf_model("bert", attn_implementation), make_inputs("bert")
     before = traces(model)
     hook = model.encoder.layer[1].attention.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), capture_attention(model) as captured:  # noqa: PT012  # the state after it

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.binding.models import PlainViT, hf_inputs, hf_model
+from support.binding.architectures import make_inputs
+from support.binding.models import PlainViT, hf_model
 from support.refusals import refusal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -47,7 +48,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor], tolerance: 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 def test_hugging_face_checkpointing_keeps_the_gradients(attn_implementation: str) -> None:
     pytest.importorskip("transformers", reason="a Hugging Face student")
-    model, inputs = hf_model("llama", attn_implementation, attention_dropout=0.2).train(), hf_inputs("llama")
+    model, inputs = hf_model("llama", attn_implementation, attention_dropout=0.2).train(), make_inputs("llama")
     plain = step(model, inputs)
     model.activation_checkpointing_enable({"use_reentrant": False})
     assert_same(plain, step(model, inputs))
@@ -200,7 +201,7 @@ def test_record_query_key() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of FlexAttention's own
 def test_masks_of_flex_attention_are_refused() -> None:
-    model, inputs = hf_model("llama", "flex_attention"), hf_inputs("llama")
+    model, inputs = hf_model("llama", "flex_attention"), make_inputs("llama")
     eager, refused = torch.compiler.set_stance("force_eager"), refusal("capture-failed", "BlockMask of FlexAttention")
     with torch.no_grad(), eager, capture_attention(model, 2), refused:
         model(**inputs)

@@ -138,31 +138,6 @@ def test_a_selection_keeps_its_proportions_however_faint(options: dict[str, Any]
         )
 
 
-def test_megatron_case_of_seed_23() -> None:
-    """The inputs of Megatron-LM's ``test_csa_indexer_loss.py`` (56ec8ec), drawn as there; whole maps as the judge.
-
-    Eight rows of two compressed keys, of which the first three see none; a row mean over all eight, times .7.
-    """
-    generator = torch.Generator().manual_seed(23)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    q, weights, k = draw(8, 1, 2, 4), draw(8, 1, 2), draw(2, 1, 4)
-    query, key = draw(8, 1, 2, 5), draw(2, 1, 2, 5)
-    leaves = [tensor.requires_grad_() for tensor in (q, weights, k)]
-    seen = torch.arange(2)[None] < (torch.arange(1, 9) // 4)[:, None]
-    teacher = Factored.teacher(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), attn_mask=seen)
-    scorer = q.permute(1, 2, 0, 3), k.permute(1, 0, 2)[:, None]
-    asked = {"scale": 1.0, "weights": weights.permute(1, 2, 0), "top_k": 2, "restriction": "mask_first"}
-    loss = 0.7 * indexer_kl(*scorer, teacher, **asked) / 8  # rows without a key divide there too
-    probs = (torch.einsum("sbhd,tbhd->bhst", query, key) * 5**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-    target = probs.nan_to_num(0.0).sum(1) / 2
-    index = torch.einsum("sbhd,tbd->sbht", q, k).relu().mul(weights[..., None]).sum(2).transpose(0, 1)
-    log_q = index.masked_fill(~seen, -torch.inf).log_softmax(-1).nan_to_num(0.0, neginf=0.0)
-    right = 0.7 * (torch.special.xlogy(target, target) - target * log_q).sum(-1).mean()
-    assert loss.item() == pytest.approx(right.item(), rel=1e-6)
-    for got, slope in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(right, leaves), strict=True):
-        torch.testing.assert_close(got, slope, rtol=1e-5, atol=1e-7)
-
-
 def test_row_mass_is_what_the_window_leaves() -> None:
     """A teacher that says what each row sums to is one whose log-sum-exp beside the keys is given."""
     given = case(50, outside=True)

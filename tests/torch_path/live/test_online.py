@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.binding.architectures import ARCHITECTURES, make_inputs, make_model
-from support.binding.models import NUM_HEADS, PlainViT
+from support.binding.architectures import ARCHITECTURES, HEADS, make_inputs, make_model
+from support.binding.models import PlainViT
 from support.binding.twins import assert_agrees, to_float64
 from support.refusals import refusal
 from torch import Tensor, nn
@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with refusal("plan-invalid", "teacher layer 0: .*got 0 twice"):
         OnlineTeacher(PlainViT(), 2, 2, plan=[[(0, 0)], [(0, 1)]])(images)
     for arguments, code in (
-        ((NUM_HEADS + 1, 2), "heads-exceed"),
+        ((HEADS + 1, 2), "heads-exceed"),
         ((2, 3), "layers-invalid"),
         ((2, [(0, 2)]), "layers-invalid"),
     ):

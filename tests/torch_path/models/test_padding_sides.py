@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.binding.models import hf_inputs, hf_model
+from support.binding.architectures import make_inputs
+from support.binding.models import hf_model
 from support.exported_models import trace
 from torch import Tensor
 
@@ -52,7 +53,7 @@ def teacher_of(name: str) -> Any:
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("graphs")
-    return {name: trace(teacher_of(name), hf_inputs(name), folder / f"{name}.onnx") for name in NAMES}
+    return {name: trace(teacher_of(name), make_inputs(name), folder / f"{name}.onnx") for name in NAMES}
 
 
 def write(graph: Path, folder: Path, data: Arrays, **options: Any) -> CacheReader:

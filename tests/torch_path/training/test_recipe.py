@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
+from support.binding.trainer_cases import live, make_model, make_samples, make_trainer, pad, trained, weights
 from support.exported_models import trace
 from support.refusals import refusal
 
@@ -26,10 +26,6 @@ TEXTS: dict[str, Any] = {
     "babyllama": "babyllama",
 }
 IMAGES = ("nkd", "deit_soft")
-
-
-def live(seed: int = 1) -> OnlineTeacher:
-    return OnlineTeacher(make_model(4, seed=seed), 2, 2)
 
 
 def texts(*, full: bool = False) -> list[dict[str, torch.Tensor]]:

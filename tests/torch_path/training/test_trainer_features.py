@@ -7,7 +7,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.binding.trainer_cases import make_model, make_samples, make_trainer, pad, trained, weights
+from support.binding.trainer_cases import (
+    CLOSE,
+    assert_same,
+    make_model,
+    make_samples,
+    make_trainer,
+    pad,
+    trained,
+    weights,
+)
 from support.refusals import refusal
 
 from shd_torch import (
@@ -21,12 +30,6 @@ from shd_torch import (
     layer_kls,
 )
 from shd_torch.training import trainer
-
-
-def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerances: float) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, msg=name, **tolerances)
 
 
 def test_bf16_is_autocast_of_the_formula(trainer_cache: Path, tmp_path: Path) -> None:
@@ -48,7 +51,7 @@ def test_bf16_is_autocast_of_the_formula(trainer_cache: Path, tmp_path: Path) ->
     (outputs.loss + 0.5 * torch.stack(list(terms.values())).sum()).backward()
     stepped = {name: value.detach() - 0.01 * value.grad for name, value in student.named_parameters()}
     assert all(value.dtype == torch.float32 for value in weights(trainer).values())
-    assert_same(weights(trainer), stepped, rtol=1e-4, atol=1e-6)
+    assert_same(weights(trainer), stepped, **CLOSE)
     assert trainer.state.log_history[0]["shd_loss"] == pytest.approx(
         sum(term.item() for term in terms.values()), rel=1e-4
     )
@@ -234,7 +237,7 @@ def test_terms_alone_are_a_loss(tmp_path: Path, collate: Any) -> None:
         assert "base_loss" not in logged
         assert before is None or before == pytest.approx(expected, rel=1e-4)
         runs[name] = weights(trainer)
-    assert_same(runs["parts"], runs["whole"], rtol=1e-4, atol=1e-6)
+    assert_same(runs["parts"], runs["whole"], **CLOSE)
 
 
 def test_what_a_student_without_a_head_cannot_do(trainer_cache: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.binding.trainer_cases import make_model, weights
+from support.binding.trainer_cases import CLOSE, assert_same, make_model, weights
 from support.binding.trainer_ranks import RANKS, WAYS, make_way, run_rank
 from support.started_processes import run_ranks
 
@@ -25,11 +25,9 @@ def test_two_ranks_are_one(way: str, by_two_ranks: Path, trainer_cache: Path, tm
     alone = make_way(way, trainer_cache, tmp_path, ranks=1)
     alone.train()
     together = torch.load(by_two_ranks / f"{way}.pt", weights_only=True)
-    for name, expected in weights(alone).items():
-        torch.testing.assert_close(together[name], expected, rtol=1e-4, atol=1e-6, msg=f"{way}: {name}")
+    assert_same(together, weights(alone), **CLOSE)
     projectors = torch.load(by_two_ranks / f"{way}-projectors.pt", weights_only=True)
-    for name, expected in alone.projectors.state_dict().items():
-        torch.testing.assert_close(projectors[name], expected, rtol=1e-4, atol=1e-6, msg=f"{way}: {name}")
+    assert_same(projectors, alone.projectors.state_dict(), **CLOSE)
     before = make_model(2, seed=2).state_dict()
     assert not torch.equal(
         together["model.layers.0.self_attn.q_proj.weight"], before["model.layers.0.self_attn.q_proj.weight"]
