@@ -273,8 +273,8 @@ class _Recording:
         if self._taught is not None and layers:
             self._taught.check_calls(len(layers), name)
             if self._taught.kinds:
-                firsts, taught = [layer[0] for layer in layers], [kind for kind, _ in self._taught.kinds]
-                layers = self._taught.order_calls(layers, find_call_kinds(firsts, self._student, taught), name)
+                firsts, kinds = [layer[0] for layer in layers], [kind for kind, _ in self._taught.kinds]
+                layers = self._taught.order_calls(layers, find_call_kinds(firsts, self._student, kinds), name)
         check_calls(len(layers), self._expected, self._layers, name)
         check_single(layers, range(len(layers)) if self._layers is None else self._layers, self._student)
         if self._layers is not None:

@@ -165,19 +165,19 @@ def _is_encoder_of(path: str, seen_stacks: set[str]) -> bool:
 _CROSS = re.compile(r"cross|enc(oder)?_?dec|encoder_att(n|ention)", re.IGNORECASE)
 
 
-def find_call_kinds(calls: Sequence[RawCall], student: nn.Module, taught: Sequence[str]) -> list[str]:
+def find_call_kinds(calls: Sequence[RawCall], student: nn.Module, taught_kinds: Sequence[str]) -> list[str]:
     """The kind of each call of a forward pass: ``"encoder"``, ``"decoder"`` or ``"cross"``.
 
     Cross attention is known by what is certain first: another number of keys than of queries, what the module says
     of itself, other keys than queries given to ``torch.nn.MultiheadAttention``; then by the name that its model has
     for it. Self-attention is the decoder's where the module says so, or stands among layers with cross attention. A
-    student without cross attention has one of the kinds that are ``taught``.
+    student without cross attention has one of the kinds that are ``taught_kinds``.
     """
     names = {id(module): name for name, module in student.named_modules()}
     paths = ["" if call.source is None else names.get(id(call.source), "") for call in calls]
     crosses = [_is_cross(call, path) for call, path in zip(calls, paths, strict=True)]
     if not any(crosses):
-        self_kinds = [kind for kind in taught if kind != "cross"]
+        self_kinds = [kind for kind in taught_kinds if kind != "cross"]
         return [self_kinds[0] if len(self_kinds) == 1 else _own_kind(call, "encoder") for call in calls]
     stacks = {_stack_of(path) for path, cross in zip(paths, crosses, strict=True) if cross and path}
     kinds = []

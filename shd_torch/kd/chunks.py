@@ -96,24 +96,24 @@ class KdRows:
     factor: Tensor  # (), of the sum over counted rows of their divergences, T^2 included
     counted: Tensor | None  # (R,) boolean, None where all rows count
     vocab_size: int  # V, after the cut
-    taught: Tensor | ExactTargets | TopkTargets  # the teacher's logits (R, V) or what makes them, or its record
+    teacher: Tensor | ExactTargets | TopkTargets  # the teacher's logits (R, V) or what makes them, or its record
 
-    def terms(self, z: Tensor, at: slice, *, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def terms(self, z: Tensor, chunk: slice, *, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """A chunk's divergences ``(r,)`` and, if wanted, their gradient with respect to ``z / T`` ``(r, V)``.
 
-        ``z`` are the student's logits of the rows ``at``, ``(r, V)`` in a wide dtype; they are overwritten.
+        ``z`` are the student's logits of the rows ``chunk``, ``(r, V)`` in a wide dtype; they are overwritten.
         """
         log_q = _log_softmax_(z, self.temperature)
-        if isinstance(self.taught, TopkTargets):
-            values, gradient = self._topk(self.taught, log_q, at, wants_gradient)
+        if isinstance(self.teacher, TopkTargets):
+            values, gradient = self._topk(self.teacher, log_q, chunk, wants_gradient)
         else:
             # What a head makes is new; the caller's logits must not be overwritten.
-            is_new = isinstance(self.taught, ExactTargets)
-            logits = self.taught.rows(at) if isinstance(self.taught, ExactTargets) else self.taught[at]
+            is_new = isinstance(self.teacher, ExactTargets)
+            logits = self.teacher.rows(chunk) if isinstance(self.teacher, ExactTargets) else self.teacher[chunk]
             log_p = _log_softmax_(logits.to(log_q.dtype, copy=not is_new), self.temperature)
             values, gradient = self._classes(log_p, log_q, wants_gradient)
         if self.counted is not None:
-            uncounted = ~self.counted[at]
+            uncounted = ~self.counted[chunk]
             values = values.masked_fill(uncounted, 0.0)
             if gradient is not None:
                 gradient = gradient.masked_fill_(uncounted[:, None], 0.0)
@@ -141,15 +141,15 @@ class KdRows:
         return values, slope.sub_((q * slope).sum(-1, keepdim=True)).mul_(q)
 
     def _topk(
-        self, record: TopkTargets, log_q: Tensor, at: slice, wants_gradient: bool
+        self, record: TopkTargets, log_q: Tensor, chunk: slice, wants_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ids = record.ids[at].long()
+        ids = record.ids[chunk].long()
         log_q_head = log_q.gather(-1, ids)
         if ids.shape[-1] == self.vocab_size:
-            values, slope = self._classes(record.log_probs[at].to(log_q_head.dtype), log_q_head, wants_gradient)
+            values, slope = self._classes(record.log_probs[chunk].to(log_q_head.dtype), log_q_head, wants_gradient)
             return values, None if slope is None else log_q.scatter_(-1, ids, slope)
         tail = take_tail(log_q, ids, log_q_head)[:, None]
-        log_p = torch.cat((record.log_probs[at], record.log_tail[at][:, None]), -1).to(log_q_head.dtype)
+        log_p = torch.cat((record.log_probs[chunk], record.log_tail[chunk][:, None]), -1).to(log_q_head.dtype)
         values, slope = self._classes(log_p, torch.cat((log_q_head, tail), -1), wants_gradient)
         if slope is None:
             return values, None
@@ -182,20 +182,20 @@ def kd_rows(
     elif options.reduction == "batch_mean":
         divisor = float(max(rows[0], 1))
     scale = torch.full((), temperature**2 if options.t_squared else 1.0, dtype=dtype, device=device)
-    taught: Tensor | ExactTargets | TopkTargets
+    teacher: Tensor | ExactTargets | TopkTargets
     if isinstance(targets, ExactTargets):
-        taught = check_exact(
+        teacher = check_exact(
             targets, rows, num_classes, dtype=dtype, device=device, options=options, temperature=temperature
         )
     elif record is None:
         assert isinstance(targets, Tensor)
-        taught = _flat(_check_teacher(targets, (*rows, num_classes), temperature, options), len(rows), device)
+        teacher = _flat(_check_teacher(targets, (*rows, num_classes), temperature, options), len(rows), device)
     else:
         _check_ids(record, rows, num_classes, check=check)
         _check_topk(record, divergence, loss_mask, check=check)
         ids, log_probs, log_tail = (_flat(field, len(rows), device) for field in record[:3])
-        taught = record._replace(ids=ids, log_probs=log_probs, log_tail=log_tail)
-    return KdRows(divergence, mixing, temperature, scale / divisor, counted, num_classes, taught)
+        teacher = record._replace(ids=ids, log_probs=log_probs, log_tail=log_tail)
+    return KdRows(divergence, mixing, temperature, scale / divisor, counted, num_classes, teacher)
 
 
 def _log_softmax_(z: Tensor, temperature: float) -> Tensor:
@@ -378,8 +378,8 @@ class _LossOnLogits(torch.autograd.Function):
         ctx.save_for_backward(z)
         ctx.rows = rows
         total = torch.zeros((), dtype=rows.factor.dtype, device=z.device)
-        for at in row_chunks(len(z), rows.vocab_size, z.device):
-            total += rows.terms(z[at].to(total.dtype, copy=True), at, wants_gradient=False)[0].sum()
+        for chunk in row_chunks(len(z), rows.vocab_size, z.device):
+            total += rows.terms(z[chunk].to(total.dtype, copy=True), chunk, wants_gradient=False)[0].sum()
         return total.mul_(rows.factor)
 
     @staticmethod
@@ -387,9 +387,9 @@ class _LossOnLogits(torch.autograd.Function):
         (z,), rows = ctx.saved_tensors, ctx.rows
         factor = upstream.detach() * rows.factor / rows.temperature
         dz = torch.empty_like(z)
-        for at in row_chunks(len(z), rows.vocab_size, z.device):
-            slope = rows.terms(z.detach()[at].to(factor.dtype, copy=True), at, wants_gradient=True)[1]
-            dz[at] = slope.mul_(factor).to(z.dtype)
+        for chunk in row_chunks(len(z), rows.vocab_size, z.device):
+            slope = rows.terms(z.detach()[chunk].to(factor.dtype, copy=True), chunk, wants_gradient=True)[1]
+            dz[chunk] = slope.mul_(factor).to(z.dtype)
         return once(dz, upstream, z), None
 
 
@@ -407,18 +407,18 @@ class _LossOfHead(torch.autograd.Function):
             for value, expected in zip((hidden, weight, bias), wants[:3], strict=True)
         )
         head = weight.to(product)
-        for at in row_chunks(len(hidden), rows.vocab_size, hidden.device):
-            states = hidden[at].to(product)
+        for chunk in row_chunks(len(hidden), rows.vocab_size, hidden.device):
+            states = hidden[chunk].to(product)
             logits = (states @ head.mT).to(wide)
             if bias is not None:
                 logits += bias.to(wide)
-            values, slope = rows.terms(logits, at, wants_gradient=any(wants[:3]))
+            values, slope = rows.terms(logits, chunk, wants_gradient=any(wants[:3]))
             total += values.sum()
             if slope is None:
                 continue
             narrow = slope.to(product)
             if dhidden is not None:
-                dhidden[at] = (narrow @ head).to(wide)
+                dhidden[chunk] = (narrow @ head).to(wide)
             if dweight is not None:
                 dweight += narrow.mT @ states
             if dbias is not None:

@@ -52,8 +52,8 @@ def pool_states(states: Tensor, mask: Tensor | None, *, pooling: str = "mean", n
     else:
         order = counted.int() if pooling == "cls" else counted.int().flip(1)
         first = order.argmax(1, keepdim=True)
-        at = first if pooling == "cls" else wide.shape[1] - 1 - first
-        pooled = wide.gather(1, at.expand(-1, 1, wide.shape[2]))[:, 0]
+        position = first if pooling == "cls" else wide.shape[1] - 1 - first
+        pooled = wide.gather(1, position.expand(-1, 1, wide.shape[2]))[:, 0]
     return unit(pooled) if normalize else pooled
 
 

@@ -240,9 +240,9 @@ class ExactTargets(NamedTuple):
     hidden: Tensor  # (..., D_t)
     head: TeacherHead
 
-    def rows(self, at: slice) -> Tensor:
+    def rows(self, chunk: slice) -> Tensor:
         """The logits of some rows, of states ``(R, D_t)``."""
-        return self.head.logits(self.hidden[at])
+        return self.head.logits(self.hidden[chunk])
 
 
 def check_exact(

@@ -204,7 +204,7 @@ def is_interpreted() -> bool:
 def kl_rows(
     student_q: Tensor,
     student_k: Tensor,
-    taught: Factored | Coded,
+    supervision: Factored | Coded,
     row_weights: Tensor,
     rule: AttentionRule,
     *,
@@ -229,21 +229,27 @@ def kl_rows(
     """
     mask, factor = make_mask(rule, student_q, student_k), rule.scale_for(student_q.shape[3]) / temperature
     student = with_lse(make_heads(student_q, student_k, factor), mask)
-    supervision = _decode(taught, mask) if isinstance(taught, Coded) else _factor(taught, student, mask, temperature)
+    operands: FactoredOperands | CodedOperands
+    if isinstance(supervision, Coded):
+        operands = _decode(supervision, mask)
+    else:
+        operands = _factor(supervision, student, mask, temperature)
     return run_passes(
-        student, supervision, mask, row_weights, factor=factor, deterministic=deterministic, want_value=want_value
+        student, operands, mask, row_weights, factor=factor, deterministic=deterministic, want_value=want_value
     )
 
 
-def _factor(taught: Factored, student: Heads, mask: Mask, temperature: float) -> FactoredOperands:
+def _factor(supervision: Factored, student: Heads, mask: Mask, temperature: float) -> FactoredOperands:
     """Queries and keys of the heads of the groups, and their mixing weights in every row."""
-    teacher = make_heads(taught.queries, taught.keys, taught.rule.scale_for(taught.queries.shape[3]) / temperature)
+    teacher = make_heads(
+        supervision.queries, supervision.keys, supervision.rule.scale_for(supervision.queries.shape[3]) / temperature
+    )
     every_head = tuple(range(teacher.num_heads))
-    groups = tuple(map(tuple, taught.groups)) if taught.groups else (every_head,) * taught.num_heads
+    groups = tuple(map(tuple, supervision.groups)) if supervision.groups else (every_head,) * supervision.num_heads
     members, counts, merged = _make_members(groups, teacher.num_heads, teacher.queries.device)
-    mixing = taught.mixing[..., None]
-    if taught.row_mass is not None:
-        mixing = mixing * taught.row_mass[:, None]
+    mixing = supervision.mixing[..., None]
+    if supervision.row_mass is not None:
+        mixing = mixing * supervision.row_mass[:, None]
     mixing = mixing.float().expand(-1, -1, -1, mask.num_rows)
     unrolled = count_unrolled(
         {len(group) for group in groups},
@@ -280,23 +286,23 @@ def _make_members(
     )
 
 
-def _decode(taught: Coded, mask: Mask) -> CodedOperands:
+def _decode(supervision: Coded, mask: Mask) -> CodedOperands:
     """Where the codes of each head lie, and what rows sum to; that the buffer holds them is checked in ``Coded``."""
-    batch, num_heads, num_rows, _ = taught.shape
-    key_lengths = taught.lengths if taught.key_lengths is None else taught.key_lengths
+    batch, num_heads, num_rows, _ = supervision.shape
+    key_lengths = supervision.lengths if supervision.key_lengths is None else supervision.key_lengths
     starts = []
-    for start, *shape in zip(taught.starts, taught.lengths, key_lengths, strict=True):
-        size = packed_size(taught.codec, taught.support, num_heads, *shape) // num_heads
+    for start, *shape in zip(supervision.starts, supervision.lengths, key_lengths, strict=True):
+        size = packed_size(supervision.codec, supervision.support, num_heads, *shape) // num_heads
         starts.append([start + head * size for head in range(num_heads)])
-    device = taught.device
+    device = supervision.device
     coded = CodedOperands(
-        codes=taught.buffer,
+        codes=supervision.buffer,
         starts=torch.tensor(starts, dtype=torch.int64, device=device),
-        num_rows=torch.tensor(taught.lengths, dtype=torch.int32, device=device),
+        num_rows=torch.tensor(supervision.lengths, dtype=torch.int32, device=device),
         num_keys=torch.tensor(key_lengths, dtype=torch.int32, device=device),
         masses=torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=device),
         num_heads=num_heads,
-        is_triangular=constant(taught.support == "causal"),
+        is_triangular=constant(supervision.support == "causal"),
         is_coded=constant(True),
     )
     fill_masses(coded, mask)

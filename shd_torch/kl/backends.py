@@ -171,9 +171,9 @@ def _prepare(
     num_maps = sum(q.shape[1] for q, _, _ in triples if q.ndim > 1)
     beta = float(options.beta) / (num_maps if options.reduction == "mean" else 1)
     prepared = []
-    for number, (q, k, taught) in enumerate(triples):
+    for number, (q, k, supervision) in enumerate(triples):
         refuse_transforms(q, k, rule.attn_mask)
-        request, penalty = make_request(q, k, taught, rule, options, beta=beta, layer=number)
+        request, penalty = make_request(q, k, supervision, rule, options, beta=beta, layer=number)
         prepared.append((request, penalty, choose_backend(request, options.backend), q, k))
     return prepared
 
@@ -188,5 +188,6 @@ def _match(
                 rule = f"{name} must be a tensor{' or a Supervision' * (name == 'supervision')} for each layer"
                 raise ShdError("argument-dtype", f"{rule}; got {type(layer).__name__}", "LOSS-3")
     return [
-        (q, k, Dense(taught) if isinstance(taught, Tensor) else taught) for q, k, taught in zip(*lists, strict=True)
+        (q, k, Dense(supervision) if isinstance(supervision, Tensor) else supervision)
+        for q, k, supervision in zip(*lists, strict=True)
     ]

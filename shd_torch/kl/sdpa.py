@@ -53,13 +53,13 @@ def run(request: KlRequest) -> KlResult:
     # Weights of one inside: beta over the number of rows is too small for half precision, and comes in afterwards.
     counted = (request.weights != 0)[..., None]
     number = request.weights.amax((0, 2))[:, None, None]  # (H_s, 1, 1), every counted row of a head weighs the same
-    taught = request.queries.to(wide) * counted
+    counted_queries = request.queries.to(wide) * counted
     mass = request.mass[..., None]
 
     centred = expand_heads(center_keys(request.keys, dtype), heads)
     maps = MapFactors(queries, centred, request.rule, request.temperature)
-    student, own_transposed = attend_both_ways(maps, values, mass * taught)
-    merged, transposed = request.supervision.products(values, taught, temperature=request.temperature)
+    student, own_transposed = attend_both_ways(maps, values, mass * counted_queries)
+    merged, transposed = request.supervision.products(values, counted_queries, temperature=request.temperature)
     factor = request.scale / request.temperature
     dq = factor * number * counted * (mass * student.to(wide) - merged.to(wide))
     dk = factor * number * _settle_columns(own_transposed.to(wide), transposed.to(wide))

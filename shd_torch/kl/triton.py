@@ -22,17 +22,17 @@ from shd_torch.supervision.mask import AttentionRule
 
 def unsupported_reason(request: KlRequest) -> str | None:
     """What the kernels do not read or the device cannot run; None where they serve. No device sync."""
-    taught = request.supervision
-    if isinstance(taught, Factored):
-        heads: tuple[Tensor, ...] = (request.queries, request.keys, taught.queries, taught.keys)
-    elif isinstance(taught, Coded):
+    supervision = request.supervision
+    if isinstance(supervision, Factored):
+        heads: tuple[Tensor, ...] = (request.queries, request.keys, supervision.queries, supervision.keys)
+    elif isinstance(supervision, Coded):
         heads = request.queries, request.keys
     else:
         return "it reads a teacher's queries and keys, or a cache's codes, and no maps"
-    if isinstance(taught, Coded) and taught.key_lengths is not None and taught.support == "causal":
+    if isinstance(supervision, Coded) and supervision.key_lengths is not None and supervision.support == "causal":
         return "it decodes triangles of square maps; got rows and keys of two sequences"
-    if isinstance(taught, Coded) and taught.codec != CODEC:
-        return f"it decodes the codec {CODEC}; got {taught.codec}"
+    if isinstance(supervision, Coded) and supervision.codec != CODEC:
+        return f"it decodes the codec {CODEC}; got {supervision.codec}"
     reason = kernels.unsupported_reason(*heads)
     if reason is not None:
         return reason
@@ -46,11 +46,11 @@ def unsupported_reason(request: KlRequest) -> str | None:
 
 @torch.no_grad()
 def run(request: KlRequest) -> KlResult:
-    taught = cast(Coded | Factored, request.supervision)  # any other was refused
+    supervision = cast(Coded | Factored, request.supervision)  # any other was refused
     rows = kernels.kl_rows(
         request.queries,
         request.keys,
-        taught,
+        supervision,
         request.weights.float(),
         request.rule,
         temperature=request.temperature,
@@ -58,19 +58,19 @@ def run(request: KlRequest) -> KlResult:
         want_value=request.wants_value,
     )
     value = None if rows.kl is None else (request.weights * rows.kl).sum()
-    if value is not None and taught.row_sums == "one":
+    if value is not None and supervision.row_sums == "one":
         # The kernels count what a row lacks of one as the sinks' mass, and here it is a rounding (LOSS-10).
         value = value + (request.weights * torch.xlogy(request.mass, request.mass)).sum()
     return KlResult(value, rows.dq, rows.dk) if request.wants_gradient else KlResult(value)
 
 
 def _logits_reason(request: KlRequest) -> str | None:
-    taught = request.supervision
+    supervision = request.supervision
     if request.wants_bias_gradient:
         return "the gradient of an added mask is a map"
     rules = [("student", request.rule)]
-    if isinstance(taught, Factored):
-        rules.append(("teacher", taught.rule))
+    if isinstance(supervision, Factored):
+        rules.append(("teacher", supervision.rule))
     for side, rule in rules:
         if rule.softcap is not None:
             return f"its logits are products alone, and the {side} has a soft cap"
@@ -81,14 +81,14 @@ def _logits_reason(request: KlRequest) -> str | None:
 
 def _mask_reason(request: KlRequest) -> str | None:
     """Why causality, a window and one mask of keys do not describe who may attend."""
-    rule, taught = request.rule, request.supervision
+    rule, supervision = request.rule, request.supervision
     mask = rule.attn_mask
     if mask is not None and tuple(mask.shape[1:3]) != (1, 1):
         return (
             "it takes causality, a window and a mask of keys (B, 1, 1, S); got an attn_mask of heads or rows "
             f"{tuple(mask.shape)}"
         )
-    if isinstance(taught, Factored) and not _is_same(rule, taught.rule):
+    if isinstance(supervision, Factored) and not _is_same(rule, supervision.rule):
         return (
             "student and teacher must have one mask: is_causal, window, and attn_mask as one tensor on the student's "
             "device, which is known without looking at it"

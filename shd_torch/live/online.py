@@ -190,8 +190,8 @@ class OnlineTeacher:
         if self.hidden_layers:
             hidden = read_hidden_states(output, self.hidden_layers, type(self.model).__name__)
             output = without(output, "hidden_states", "decoder_hidden_states", "encoder_hidden_states")
-        taught = tuple(squeezes[teacher] for _, teacher in self._pairs)
-        return OnlineSupervision(self.student_layers, taught, output, logits, hidden)
+        of_student_layers = tuple(squeezes[teacher] for _, teacher in self._pairs)
+        return OnlineSupervision(self.student_layers, of_student_layers, output, logits, hidden)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[int, AttentionCall], Any]:
         """The calls of the teaching layers, which the first batch pairs with the student's."""
@@ -248,7 +248,7 @@ class OnlineTeacher:
 
 def layer_kls(
     captured: Captured,
-    taught: Taught | Sequence[Taught],
+    supervision: Taught | Sequence[Taught],
     *,
     loss_mask: Tensor | Mapping[int, Tensor | None] | None = None,
     temperature: float = 1.0,
@@ -260,8 +260,8 @@ def layer_kls(
 
     Args:
         captured: the student's attention on the same batch, with every supervised layer.
-        taught: supervision from one or several teachers, live or cached, which may differ in everything but the
-            positions they see.
+        supervision: of one or several teachers, live or cached, which may differ in everything but the positions they
+            see.
         loss_mask: boolean ``(B, L)``, True = the row counts; or one per student layer, if rows belong to different
             sequences. Of layers with ``groups`` it is over the teacher's tokens.
         temperature: T_a of both maps.
@@ -282,9 +282,9 @@ def layer_kls(
 
     Source: Eq. 11.
     """
-    teachers = list(taught) if isinstance(taught, Sequence) else [taught]
+    teachers = list(supervision) if isinstance(supervision, Sequence) else [supervision]
     if not teachers:
-        raise ShdError("argument-value", "taught must come from at least one teacher; got none")
+        raise ShdError("argument-value", "supervision must come from at least one teacher; got none")
     terms: dict[int, Tensor] = {}
     for teacher in teachers:
         captured.check_taught(teacher.layers)
@@ -295,11 +295,11 @@ def layer_kls(
             for call, tokens in zip(calls, by_layer, strict=True)
         ]
         of_layers = zip(teacher.layers, calls, by_layer, teacher.supervise(sizes), strict=True)
-        for layer, call, tokens, supervision in of_layers:
+        for layer, call, tokens, of_layer in of_layers:
             counted = loss_mask.get(layer) if isinstance(loss_mask, Mapping) else loss_mask
             if tokens is not None:
-                supervision = pool_supervision(
-                    supervision,
+                of_layer = pool_supervision(
+                    of_layer,
                     tokens,
                     call.query.shape[2],
                     query_mask=counted,
@@ -310,7 +310,7 @@ def layer_kls(
             term = attention_kl(
                 call.query,
                 call.key,
-                supervision,
+                of_layer,
                 loss_mask=counted,
                 temperature=temperature,
                 beta=beta,

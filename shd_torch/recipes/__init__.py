@@ -3,7 +3,7 @@
 Formulas are those of the papers *and* of the published code; where they differ the code decides, because published
 settings were tuned with it. Denominators differ up to a thousandfold, so that a beta does not carry over.
 
-Every recipe gives ``Terms``: values and weights by name, and their sum ``total``. ``shd=SHD(captured, taught,
+Every recipe gives ``Terms``: values and weights by name, and their sum ``total``. ``shd=SHD(captured, supervision,
 beta=0.02)`` adds the attention term, from a cache or from live teachers. ``logits.py`` says what all take and raise;
 ``check=False`` leaves out validating the values, which costs a device sync. ``scale_report`` says what each term is
 worth in the loss and in the gradient. Imports ``kd``, ``live`` and ``capture``; start with ``terms.py``.

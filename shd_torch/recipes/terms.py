@@ -69,7 +69,7 @@ class SHD:
 
     Attributes:
         captured: the student's attention in the forward pass that produced the recipe's logits.
-        taught: of the same batch, from a cache (``supervision``), a live ``OnlineTeacher``, or several of either.
+        supervision: of the same batch, from a cache, a live ``OnlineTeacher``, or several of either.
         beta: weight of the term, at least 0; see ``scale_report``.
         loss_mask: as in ``layer_kls``.
         temperature: T_a of both maps.
@@ -80,7 +80,7 @@ class SHD:
     """
 
     captured: Captured
-    taught: Taught | Sequence[Taught]
+    supervision: Taught | Sequence[Taught]
     beta: float
     loss_mask: Tensor | Mapping[int, Tensor | None] | None = None
     temperature: float = 1.0
@@ -92,7 +92,7 @@ class SHD:
     def term(self) -> Term:
         """The sum of ``layer_kls``, in nats before beta."""
         terms = layer_kls(
-            self.captured, self.taught, loss_mask=self.loss_mask, temperature=self.temperature, **(self.kl or {})
+            self.captured, self.supervision, loss_mask=self.loss_mask, temperature=self.temperature, **(self.kl or {})
         )
         values = list(terms.values())
         return Term(torch.stack([value.to(values[0].device) for value in values]).sum(), self.beta)

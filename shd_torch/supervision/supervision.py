@@ -327,19 +327,19 @@ class TaughtLayers(tuple[int, ...]):
         need(fits, "cache-mismatch", who, rule, num_calls, remedy=advice, spec_id="CACHE-104")
 
 
-def unite_layers(taught: Sequence[tuple[int, ...]]) -> TaughtLayers:
+def unite_layers(layer_lists: Sequence[tuple[int, ...]]) -> TaughtLayers:
     """The layers that several teachers teach, ascending; ``cache-mismatch`` for students of different depths."""
-    depths = {layers.num_student_layers for layers in taught if isinstance(layers, TaughtLayers)} - {None}
+    depths = {layers.num_student_layers for layers in layer_lists if isinstance(layers, TaughtLayers)} - {None}
     counts = " and ".join(map(str, sorted(count for count in depths if count is not None)))
     rule, advice = (
         "be mapped to one number of student layers",
         "precompute, or make the live teacher, for this student",
     )
     need(len(depths) < 2, "cache-mismatch", "all teachers", rule, counts, remedy=advice, spec_id="CACHE-104")
-    kinds = {layers.kinds for layers in taught if isinstance(layers, TaughtLayers)}
+    kinds = {layers.kinds for layers in layer_lists if isinstance(layers, TaughtLayers)}
     rule, got = "number one set of attention kinds", " and ".join(map(str, sorted(kinds)))
     need(len(kinds) < 2, "cache-mismatch", "all teachers", rule, got, spec_id="CACHE-105")
-    numbers = sorted({layer for layers in taught for layer in layers})
+    numbers = sorted({layer for layers in layer_lists for layer in layers})
     return TaughtLayers(numbers, depths.pop() if depths else None, kinds.pop() if kinds else ())
 
 

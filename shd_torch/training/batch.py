@@ -197,7 +197,7 @@ class Forward:
     """A pass of the student over a micro-batch, and what its terms compare it with."""
 
     batch: MicroBatch  # on the device
-    taught: Sequence[Taught]  # what each teacher gives, the cache first
+    supervisions: Sequence[Taught]  # what each teacher gives, the cache first
     outputs: Any  # of the student
     captured: Captured | None  # its attention, where a term is on it
     layers: TaughtLayers  # those that are taught
@@ -212,7 +212,7 @@ class Forward:
 
     def learn(self, read: Callable[[Taught], _T | None], lacking: str) -> list[_T]:
         """What each teacher gives of something; where none does, ``argument-value`` with this text."""
-        targets = [target for teaching in self.taught if (target := read(teaching)) is not None]
+        targets = [target for supervision in self.supervisions if (target := read(supervision)) is not None]
         if not targets:
             raise ShdError("argument-value", lacking)
         return targets

@@ -66,11 +66,11 @@ class EmbeddingLoss(nn.Module):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """The mean over all texts of a batch; ``sentence_features`` hold the tokens of each column."""
         columns = list(sentence_features)
-        taught = torch.cat([self._read(features) for features in columns])
+        of_teacher = torch.cat([self._read(features) for features in columns])
         embeddings = torch.cat([self.model(dict(features))["sentence_embedding"] for features in columns])
         if self.projector is not None:
             embeddings = self.projector(embeddings.to(self.projector.weight.dtype))
-        return embedding_loss(embeddings, taught, distance=self.distance, check=False)
+        return embedding_loss(embeddings, of_teacher, distance=self.distance, check=False)
 
     def _read(self, features: Mapping[str, Tensor]) -> Tensor:
         """Embeddings of a column from the cache, ``(B, D)``, by its tokens without their padding."""

@@ -139,7 +139,9 @@ class RecipeTerms:
         name, kind = f"recipe {self.recipe.name}", self.recipe.kind
         if not kind.is_taught:
             return []
-        targets = [target for teaching in forward.taught if (target := teaching.targets(length)) is not None]
+        targets = [
+            target for supervision in forward.supervisions if (target := supervision.targets(length)) is not None
+        ]
         rule = f"have {'a' if kind.takes_several else 'one'} teacher that returns logits, cached or live"
         fits = len(targets) == 1 or (kind.takes_several and bool(targets))
         need(fits, "argument-value", name, rule, len(targets))

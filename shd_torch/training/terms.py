@@ -140,8 +140,8 @@ class AttentionTerm(Term):
         keywords: dict[str, Any] = {"check": forward.check, **self.kl}
         if not forward.is_training:
             keywords["value"] = "exact"  # a surrogate is for gradients
-        taught = [teaching for teaching in forward.taught if teaching.layers]
-        kls = layer_kls(forward.captured, taught, loss_mask=masks, groups=groups, **keywords)
+        supervisions = [supervision for supervision in forward.supervisions if supervision.layers]
+        kls = layer_kls(forward.captured, supervisions, loss_mask=masks, groups=groups, **keywords)
         return Measured({f"_layer_{layer}": kl for layer, kl in kls.items()}, self.count)
 
 
@@ -209,7 +209,7 @@ class KdTerm(Term):
         has_rows = logits.ndim == 3
         length = logits.shape[1] if has_rows else None
         lacking = "kd must have a teacher that returns logits (..., V); got none"
-        targets = forward.learn(lambda taught: self._read(taught, length), lacking)
+        targets = forward.learn(lambda supervision: self._read(supervision, length), lacking)
         mask = forward.batch.counted(ROWS[self.rows], length) if has_rows else None
         loss = self.loss(targets, logits, loss_mask=mask, check=forward.check)
         return Measured({"": loss}, self.count if has_rows else count_samples)
@@ -221,10 +221,10 @@ class KdTerm(Term):
         losses = [kd_loss(target, logits, loss_mask=loss_mask, check=check, **options) for target in targets]
         return sum(losses[1:], losses[0]) / len(losses)
 
-    def _read(self, taught: Taught, length: int | None) -> Any:
-        states = taught.last_states(length) if self.exact else None
+    def _read(self, supervision: Taught, length: int | None) -> Any:
+        states = supervision.last_states(length) if self.exact else None
         if states is None:
-            return taught.targets(length)
+            return supervision.targets(length)
         if self._head[0].weight.device != states.device:
             self._head[0] = self._head[0].to(states.device)
         return ExactTargets(states, self._head[0])
@@ -304,7 +304,7 @@ class HiddenTerm(Term):
         length = students[numbers[0]].shape[1]
         lacking = "hidden must have a teacher that keeps hidden states; got none"
         lacking += f": give OnlineTeacher hidden_layers={self.teacher_layers}"
-        teachers = forward.learn(lambda taught: taught.hidden_states(length) or None, lacking)
+        teachers = forward.learn(lambda supervision: supervision.hidden_states(length) or None, lacking)
         mask = forward.batch.counted(every_row, length)
         options: dict[str, Any] = {"distance": self.distance, "loss_mask": mask, "check": forward.check}
         losses: dict[str, Tensor] = {}
@@ -363,7 +363,7 @@ class EmbeddingTerm(Term):
         if not isinstance(states, Tensor):
             states = read_every_hidden_state(forward.outputs, forward.student)[-1]
         lacking = "embedding must have a cache of embeddings, as no live teacher gives them; got none"
-        (targets,) = forward.learn(lambda taught: taught.embeddings(), lacking)
+        (targets,) = forward.learn(lambda supervision: supervision.embeddings(), lacking)
         pooled = pool_states(states, forward.batch.counted(every_row, states.shape[1]), pooling=targets.pooling)
         if forward.seen is not None:
             forward.seen.add(targets.vectors, pooled)

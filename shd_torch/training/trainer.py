@@ -143,9 +143,9 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             )
         else:
             # A recipe of labels alone is a baseline.
-            taught = bool(self.terms) or self.recipe is None or self.recipe.kind.is_taught
+            needs_teaching = bool(self.terms) or self.recipe is None or self.recipe.kind.is_taught
             rule = "be a SupervisedDataset or SupervisedStream, or teacher an OnlineTeacher"
-            need(not taught or bool(self.teachers), "argument-value", "train_dataset", rule, "neither")
+            need(not needs_teaching or bool(self.teachers), "argument-value", "train_dataset", rule, "neither")
         if self.eval_dataset is not None and self.args.eval_strategy != "no":
             sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
             for dataset in sets:
@@ -310,8 +310,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         terms = [term for term in self.terms if not (model.training and term.is_over(progress))]
         teachers = self.teachers if terms or self._base is not None else []
         online = [teacher(**batch.seen) for teacher in teachers]
-        taught: list[Taught] = [*([] if batch.stored is None else [batch.stored]), *online]
-        layers = unite_layers([teaching.layers for teaching in taught])
+        supervisions: list[Taught] = [*([] if batch.stored is None else [batch.stored]), *online]
+        layers = unite_layers([supervision.layers for supervision in supervisions])
         keywords = {name: value for term in terms for name, value in term.KEYWORDS.items()}
         attends = self.attention in terms
         with capture_attention(model, layers) if attends else nullcontext() as captured:
@@ -321,7 +321,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
                 base, outputs = None, model(**(batch.seen | keywords))
         forward = Forward(
             batch=batch,
-            taught=taught,
+            supervisions=supervisions,
             outputs=outputs,
             captured=captured,
             layers=layers,
@@ -397,8 +397,8 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     def _check_eval(self, dataset: Any) -> None:
         """Refuse an evaluation that could measure nothing."""
-        taught = bool(self.teachers) or isinstance(dataset, CacheJoin)
-        measures = self._takes_labels or taught or self.compute_metrics is not None
+        is_taught = bool(self.teachers) or isinstance(dataset, CacheJoin)
+        measures = self._takes_labels or is_taught or self.compute_metrics is not None
         rule = "be a SupervisedDataset, or teacher an OnlineTeacher"
         rule += f", as a {type(self._student).__name__} has no loss of its own"
         need(measures, "argument-value", "eval_dataset", rule, "neither, nor compute_metrics")
