@@ -10,7 +10,21 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from shd_ref import value_outputs
-from shd_ref.teacher import AttentionSite, find_sites, open_session, projection_of
+from shd_ref.conformance import load_tolerances
+from shd_ref.teacher import (
+    AttentionSite,
+    PrecomputeOptions,
+    compare_with_reference,
+    find_factors,
+    find_sites,
+    open_session,
+    projection_of,
+    squeeze_graph,
+)
+from shd_ref.teacher.graph.factors import SiteFactors
+from shd_ref.teacher.opening.body import FLOAT, Body
+from shd_ref.teacher.rewrite.function import add_factors, site_tensors
+from shd_ref.teacher.rewrite.squeeze import assemble_graph
 
 IR_VERSION = 9  # of the oldest onnxruntime that the project supports
 
@@ -337,6 +351,54 @@ def run_session(session: Any, feeds: Mapping[str, NDArray[Any]]) -> dict[str, ND
     """All outputs of a session by name."""
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def squeeze_and_compare(
+    model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]], heads: int = 1, **options: Any
+) -> tuple[dict[str, NDArray[Any]], SiteFactors]:
+    """The first site's tensors by their names in a layer, and its factors, once every site is compared with NumPy.
+
+    The graph's merged maps are those that the reference makes of the graph's own maps and values, and maps are the
+    softmax of the queries and keys that are found for them.
+    """
+    sites = find_sites(model)
+    assert sites
+    assert all(site.supported for site in sites), [site.reason for site in sites]
+    graph = squeeze_graph(model, tuple(enumerate(sites)), PrecomputeOptions(heads, **options), check_outputs=True)
+    outputs = _run_on(graph.model, feeds)
+    for layer in graph.layers:
+        assert outputs[layer.names["probs"]].std() > 0.01, "maps that are all alike compare nothing"
+    compare_with_reference(graph, outputs)
+    factors = find_factors(model, sites)
+    is_rounded = any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+    for found in factors:
+        if found.supported and not is_rounded:
+            _check_factors(model, found, feeds)
+    names = graph.layers[0].names
+    return {part: outputs[name] for part, name in names.items() if name in outputs}, factors[0]
+
+
+def _check_factors(model: onnx.ModelProto, factors: SiteFactors, feeds: Mapping[str, NDArray[Any]]) -> None:
+    body = Body("test/", 18)
+    names = ("queries", "keys", "probs")
+    for name, tensor in zip(names, (*add_factors(body, factors), site_tensors(body, factors.site)[0]), strict=True):
+        body.output(body.op("Cast", tensor, to=FLOAT), name, FLOAT, rank=4)
+    outputs = _run_on(assemble_graph(model, body), feeds)
+    queries, keys, probs = (outputs[name].astype(np.float64) for name in names)
+    heads = factors.site.num_heads or 0
+    assert queries.shape == (*probs.shape[:3], factors.d)
+    assert keys.shape == (probs.shape[0], factors.num_kv_heads, probs.shape[3], factors.d)
+    logits = factors.scale * queries @ keys.repeat(heads // factors.num_kv_heads, axis=1).swapaxes(2, 3)
+    powers = np.where(probs > 0, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+    sums = powers.sum(axis=-1, keepdims=True)
+    casts = [attribute.i for node in model.graph.node for attribute in node.attribute if attribute.name == "to"]
+    limit = load_tolerances()["graph"]["probs"]["float16" if TensorProto.FLOAT16 in casts else "float32"]
+    np.testing.assert_allclose(powers / np.where(sums > 0, sums, 1), probs, atol=limit)
+
+
+def _run_on(model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    session = open_session(model, num_threads=1)
+    return run_session(session, {value.name: feeds[value.name] for value in session.get_inputs()})
 
 
 def read_site(model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]], layer: int = 0) -> tuple[Any, Any]:

@@ -20,19 +20,11 @@ from support.attention_graphs import (
     reason_of,
     run_session,
     saved,
+    squeeze_and_compare,
 )
 from support.refusals import refusal
 
-from shd_ref.teacher import (
-    PrecomputeOptions,
-    compare_with_reference,
-    find_factors,
-    find_sites,
-    load_teacher,
-    open_session,
-    projection_of,
-    squeeze_graph,
-)
+from shd_ref.teacher import find_sites, load_teacher, open_session, projection_of
 from shd_ref.teacher.rewrite.tiles import find_tiles
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -42,30 +34,13 @@ def loaded(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     return load_teacher(saved(model, folder))
 
 
-def squeeze_and_compare(model: onnx.ModelProto, feeds: Feeds, heads: int = 1, **options: Any) -> None:
-    """Squeeze every site; the graph's merged maps are those of NumPy on the graph's own maps."""
-    sites = find_sites(model)
-    assert sites
-    assert all(site.supported for site in sites), [site.reason for site in sites]
-    graph = squeeze_graph(model, tuple(enumerate(sites)), PrecomputeOptions(heads, **options), check_outputs=True)
-    session = open_session(graph.model, num_threads=1)
-    fed = {value.name: feeds[value.name] for value in session.get_inputs()}
-    outputs = run_session(session, fed)
-    for layer in graph.layers:
-        assert outputs[layer.names["probs"]].std() > 0.01, "maps that are all alike compare nothing"
-    compare_with_reference(graph, outputs)
-
-
 def check_outputs(model: onnx.ModelProto, feeds: Feeds, *, added: NDArray[Any] | float = 0.0) -> NDArray[Any]:
     """The only attention's map, of which values, projection and what is added behind it make the graph's output."""
-    squeeze_and_compare(model, feeds, codec="float32")
-    site = only_site(model)
-    graph = squeeze_graph(model, ((0, site),), PrecomputeOptions(2, codec="float32"), check_outputs=True)
-    outputs = run_session(open_session(graph.model, num_threads=1), feeds)
-    probs, values = (outputs[graph.layers[0].names[name]] for name in ("probs", "values"))
-    result = (probs @ values @ projection_of(site).reshape(2, site.d_v, -1)).sum(axis=1) + added
+    tensors, factors = squeeze_and_compare(model, feeds, codec="float32")
+    weight = projection_of(factors.site).reshape(2, factors.site.d_v, -1)
+    result = (tensors["probs"] @ tensors["values"] @ weight).sum(axis=1) + added
     np.testing.assert_allclose(result, open_session(model, num_threads=1).run(None, feeds)[0], atol=1e-5)
-    return probs
+    return tensors["probs"]
 
 
 def inputs_of(rows: int = 4, keys: int = 4) -> dict[str, NDArray[Any]]:
@@ -76,7 +51,47 @@ def inputs_of(rows: int = 4, keys: int = 4) -> dict[str, NDArray[Any]]:
     }
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"mask": "add"},
+        {"mask": "where"},
+        {"mask": None},
+        {"mask": "where", "nan_guard": True},
+        {"float16": True},
+        {"float16": True, "mask": "where", "nan_guard": True},
+        {"projection": "transposed"},
+        {"projection": "gemm"},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 2, "kv_repeat": "tile"},
+        {"num_kv_heads": 2, "kv_repeat": "gather"},
+        {"num_kv_heads": 1},
+        {"head_mask": True},
+        {"opset": 13},
+        *({"layout": layout} for layout in ("heads-batch", "batch-folded", "heads-folded")),
+    ],
+    ids=str,
+)
+def test_layers_of_every_form(form: dict[str, Any]) -> None:
+    model, mask = encoder_layer(**form), (np.arange(5) < np.array([[5], [3], [1]])).astype(np.int64)
+    feeds = {"x": np.random.default_rng(0).normal(size=(3, 5, 12)).astype(np.float32), "mask": mask}
+    tensors, factors = squeeze_and_compare(model, feeds, heads=2, codec="float32")
+    site = factors.site
+    assert (site.num_heads, site.num_kv_heads) == (4, form.get("num_kv_heads", 4))
+    assert (site.d_k, site.d_v, site.d_model, site.cross) == (3, 3, 14, False)
+    assert site.layout == form.get("layout", "batch-heads")
+    tolerance = 1e-3 if form.get("float16") else 0.0
+    np.testing.assert_allclose(projection_of(site), random_projection(12, 14, 4), atol=tolerance)
+    assert factors.num_kv_heads == site.num_kv_heads
+    if "num_kv_heads" not in form:  # the same weights in the plainest form give the same maps
+        plain = encoder_layer(mask=None if "layout" in form else form.get("mask", "add"))
+        maps = squeeze_and_compare(plain, feeds, heads=2, codec="float32")[0]["merged"]
+        np.testing.assert_allclose(tensors["merged"], maps, atol=5e-3 if "float16" in form else 1e-6)
+
+
 CAUSAL = np.tri(4, dtype=np.float32)
+FIXED: dict[str, Any] = {name: (TensorProto.FLOAT, ["batch", 2, 4, 3]) for name in ("q", "k")}
+"""Inputs of as many rows and keys as constants have."""
 
 
 def row_sum(build: GraphBuilder, tensor: str) -> str:
@@ -137,7 +152,7 @@ NORMALISED: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("form", NORMALISED)
 def test_rows_that_are_scaled_to_one_in_every_form(form: str) -> None:
     normalise, row_sums = NORMALISED[form]
-    model = attention_on_inputs(normalise=normalise)
+    model = attention_on_inputs(normalise=normalise, **FIXED)
     site = only_site(model)
     assert site.row_sums == row_sums
     (tiles,) = find_tiles(model, [site])
@@ -178,7 +193,7 @@ LOGITS: dict[str, Change] = {
 
 @pytest.mark.parametrize("form", LOGITS)
 def test_logits_of_every_form(form: str) -> None:
-    squeeze_and_compare(attention_on_inputs(LOGITS[form]), inputs_of())
+    squeeze_and_compare(attention_on_inputs(LOGITS[form], **FIXED), inputs_of())
 
 
 def guard(build: GraphBuilder, probs: str) -> str:
@@ -187,13 +202,13 @@ def guard(build: GraphBuilder, probs: str) -> str:
 
 @pytest.mark.parametrize("opset", range(13, 25))
 def test_every_operator_set(opset: int) -> None:
-    model = attention_on_inputs(LOGITS["Where"], guard, opset=opset)
+    model = attention_on_inputs(LOGITS["Where"], guard, opset=opset, **FIXED)
     squeeze_and_compare(model, inputs_of())
 
 
 @pytest.mark.parametrize("opset", [11, 12])
 def test_older_operator_sets_are_converted(opset: int, tmp_path: Path) -> None:
-    model = attention_on_inputs(LOGITS["Mul and Sub"], opset=opset)
+    model = attention_on_inputs(LOGITS["Mul and Sub"], opset=opset, **FIXED)
     for node in model.graph.node:  # in these sets softmax flattens what comes after its axis
         if node.op_type == "Softmax":
             node.attribute[0].i = 3
@@ -221,12 +236,21 @@ def test_rows_with_attention_sinks_keep_their_sums() -> None:
             squeeze_and_compare(model, inputs_of(), **options)
 
 
-@pytest.mark.parametrize("length", [5, 0])
-def test_past_keys_and_values(length: int) -> None:
-    past = (TensorProto.FLOAT, ["batch", 2, "past", 3])
-    model = attention_on_inputs(change_keys=lambda b, k: b.op("Concat", "past", k, axis=2), past=past)
-    assert (only_site(model).num_heads, only_site(model).num_kv_heads) == (2, 2)
-    check_outputs(model, {**inputs_of(), "past": np.ones((3, 2, length, 3), np.float32)})
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_past_keys_and_values(num_kv_heads: int) -> None:
+    def joined(build: GraphBuilder, keys: str) -> str:
+        both = build.op("Concat", "past", keys, axis=2)
+        return both if num_kv_heads == 2 else build.op("Gather", both, [0, 0], axis=1)
+
+    shapes: dict[str, Any] = {
+        name: (TensorProto.FLOAT, ["batch", num_kv_heads, axis, 3])
+        for name, axis in (("k", "rows"), ("past", "past"))
+    }
+    model, feeds = attention_on_inputs(change_keys=joined, **shapes), inputs_of()
+    site = only_site(model)
+    assert (site.num_heads, site.num_kv_heads) == (2, num_kv_heads)
+    past = np.ones((3, num_kv_heads, 5, 3), np.float32)
+    check_outputs(model, {"q": feeds["q"], "k": feeds["k"][:, :num_kv_heads], "past": past})
 
 
 @pytest.mark.parametrize("opset", [23, 24])
@@ -251,7 +275,8 @@ def test_the_standard_attention_operator(form: dict[str, Any], opset: int, tmp_p
         "x": 2 * np.random.default_rng(0).normal(size=(3, 4, 12)).astype(np.float32),
         "mask": (np.arange(4) < np.array([[4], [3], [1]])).astype(np.int64),
     }
-    squeeze_and_compare(plain_model, feeds, heads=2)
+    _, factors = squeeze_and_compare(plain_model, feeds, heads=2)
+    assert factors.num_kv_heads == (0 if "softcap" in form else form.get("num_kv_heads", 2))
     fed = {value.name: feeds[value.name] for value in model.graph.input}
     runs = [run_session(open_session(one, num_threads=1), fed) for one in (model, plain_model)]
     for fused, plain in zip(*(run.values() for run in runs), strict=True):
@@ -357,8 +382,6 @@ def test_both_products_by_equation(scores: str, context: str, tmp_path: Path) ->
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     probs = check_outputs(model, feeds)
     np.testing.assert_allclose(probs, powers / powers.sum(axis=-1, keepdims=True), atol=1e-5)
-    (factors,) = find_factors(model, (site,))
-    assert factors.supported or "pass through Transpose" in str(factors.reason)
 
 
 MIXING = np.float32([[0.5, -1.0], [2.0, 0.25]])
@@ -425,7 +448,6 @@ def test_a_layer_whose_map_takes_part_in_another_keeps_its_own() -> None:
 
 
 OPEN: dict[str, Any] = dict.fromkeys("qk", (TensorProto.FLOAT, None))
-FIXED: dict[str, Any] = {name: (TensorProto.FLOAT, ["batch", 2, 4, 3]) for name in ("q", "k")}
 
 
 def convolved(build: GraphBuilder, probs: str) -> str:

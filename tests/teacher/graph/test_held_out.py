@@ -17,19 +17,10 @@ pytest.importorskip("onnxscript", reason="torch exports through onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 quantization = pytest.importorskip("onnxruntime.quantization")
 
-from support.attention_graphs import reason_of, run_session  # noqa: E402
+from support.attention_graphs import reason_of, squeeze_and_compare  # noqa: E402
 from support.exporter import quicken_exports  # noqa: E402  (after the skips)
 
-from shd_ref.teacher import (  # noqa: E402
-    AttentionSite,
-    PrecomputeOptions,
-    compare_with_reference,
-    find_factors,
-    find_sites,
-    load_teacher,
-    open_session,
-    squeeze_graph,
-)
+from shd_ref.teacher import AttentionSite, find_sites, load_teacher  # noqa: E402
 
 quicken_exports()
 WIDTH, HEADS = 16, 4
@@ -171,16 +162,10 @@ def test_supported_graphs_equal_the_reference_on_their_own_maps(name: str, tmp_p
     assert site.supported, site.reason
     assert (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model) == (4, 4, 4, 4, 16)
     check_projection(name, site)
-    graph = squeeze_graph(model, ((0, site),), PrecomputeOptions(2), check_outputs=True)
-    session = open_session(graph.model, num_threads=1)
     x = 2 * np.random.default_rng(0).normal(size=(3, 7, WIDTH)).astype(np.float32)
-    outputs = run_session(session, {session.get_inputs()[0].name: x})
-    assert outputs[graph.layers[0].names["probs"]].shape == (3, HEADS, 7, 2 if name == "cross attention" else 7)
-    assert outputs[graph.layers[0].names["probs"]].std() > 0.01
-    compare_with_reference(graph, outputs)
-    (factors,) = find_factors(model, (site,))
-    assert factors.supported, factors.reason
-    assert factors.num_kv_heads == HEADS
+    tensors, factors = squeeze_and_compare(model, {model.graph.input[0].name: x}, heads=2)
+    assert tensors["probs"].shape == (3, HEADS, 7, 2 if name == "cross attention" else 7)
+    assert (factors.supported, factors.num_kv_heads) == (True, HEADS)
 
 
 def check_projection(name: str, site: AttentionSite) -> None:

@@ -9,18 +9,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from support.attention_graphs import GraphBuilder, encoder_layer, only_site, run_session, saved
+from support.attention_graphs import GraphBuilder, encoder_layer, only_site, saved, squeeze_and_compare
 from support.refusals import refusal
 
-from shd_ref.teacher import (
-    PrecomputeOptions,
-    compare_with_reference,
-    find_sites,
-    hash_teacher,
-    load_teacher,
-    open_session,
-    squeeze_graph,
-)
+from shd_ref.teacher import find_sites, hash_teacher, load_teacher
 from shd_ref.teacher.opening.model import data_folder
 
 
@@ -211,11 +203,7 @@ def test_large_models_leave_their_data_in_their_files(tmp_path: Path) -> None:
     small, large = load_teacher(path), load_teacher(path, inline_bytes=0)
     assert len(large.SerializeToString()) < 20_000 < len(small.SerializeToString())
     assert find_sites(large) == find_sites(small)
-    outputs = []
-    for model in (whole, large):
-        squeezed = squeeze_graph(model, tuple(enumerate(find_sites(model))), PrecomputeOptions(4), check_outputs=True)
-        outputs.append(run_session(open_session(squeezed.model, num_threads=1), feeds))
-        compare_with_reference(squeezed, outputs[-1])
+    outputs = [squeeze_and_compare(model, feeds, heads=4)[0] for model in (whole, large)]
     for name, wanted in outputs[0].items():
         np.testing.assert_array_equal(outputs[1][name], wanted)
 
