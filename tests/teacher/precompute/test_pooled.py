@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.attention_graphs import encoder_layer, language_model, saved, token_samples, vector_samples
+from support.attention_graphs import encoder_layer, saved, vector_samples
 from support.pooled import draw_groups, pool_by_loops
 from support.refusals import refusal
 
@@ -103,43 +103,3 @@ def test_patches_are_pooled_and_told_apart(teacher: Path, tmp_path: Path) -> Non
         precompute(teacher, data, tmp_path / f"ids{number}", OPTIONS(groups="ids:parts"), RUN)
         keys.append(set(CacheReader(tmp_path / f"ids{number}")))
     assert not keys[0] & keys[1]
-
-
-@pytest.mark.parametrize(
-    ("code", "message", "options", "column"),
-    [
-        ("argument-value", "groups must be patches:14x14:7x7", {"groups": "patches:4x4"}, None),
-        ("argument-value", "as many axes", {"groups": "patches:4x4:2"}, None),
-        ("argument-value", "form must be left out", {"groups": "ids:parts", "form": "factored"}, None),
-        ("argument-value", "hidden must be left out", {"groups": "ids:parts", "hidden": (0,)}, None),
-        (
-            "argument-shape",
-            "a place for each token .* got 16 tokens: count those",
-            {"groups": "patches:4x4:2x2"},
-            None,
-        ),
-        ("inputs-invalid", "missing other", {"groups": "ids:other"}, None),
-        ("inputs-invalid", "parts must be int64", {"groups": "ids:parts"}, np.ones((2, 9))),
-        ("inputs-invalid", "a group for each of 9 tokens", {"groups": "ids:parts"}, np.ones((2, 8), int)),
-        ("inputs-invalid", "1000001 groups", {"groups": "ids:parts"}, np.full((2, 9), 10**6)),
-        ("inputs-invalid", "weights of at least 0", {"groups": "weights:parts"}, -np.ones((2, 9, 2), int)),
-    ],
-)
-def test_refusals(teacher: Path, tmp_path: Path, code: str, message: str, options: Any, column: Any) -> None:
-    data = vector_samples(2, LENGTH, least=LENGTH)
-    data["parts"] = np.zeros((2, LENGTH), int) if column is None else column
-    with refusal(code, message):
-        precompute(teacher, data, tmp_path / "cache", PrecomputeOptions(num_student_heads=2, **options), RUN)
-
-
-def test_maps_of_tiles_are_not_pooled(teacher: Path, tmp_path: Path) -> None:
-    with refusal("argument-value", "tile must be 0, or left out, where maps are pooled"):
-        run = RunOptions(mask="mask", tile=4)
-        precompute(teacher, vector_samples(2, 17), tmp_path / "a", OPTIONS(groups="patches:4x4:2x2:1"), run)
-
-
-def test_logits_of_positions_are_not_stored_beside_pooled_maps(tmp_path: Path) -> None:
-    data = token_samples(2, LENGTH, least=LENGTH) | {"parts": np.zeros((2, LENGTH), int)}
-    options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4, groups="ids:parts")
-    with refusal("argument-value", "groups must be left out where rows of positions are stored; got logits"):
-        precompute(saved(language_model(), tmp_path), data, tmp_path / "cache", options)

@@ -206,34 +206,6 @@ def test_causal_teachers_are_packed_as_triangles(tmp_path: Path) -> None:
     assert summary.coded_bytes == 5 * 3 * 21
 
 
-@pytest.mark.parametrize(
-    ("code", "options", "change"),
-    [
-        ("heads-exceed", {"num_student_heads": 5}, {}),
-        ("layers-invalid", {"num_student_layers": 2}, {}),
-        ("layers-invalid", {"layer_pairs": ((0, 3),)}, {}),
-        ("inputs-invalid", {}, {"x": None}),
-        ("inputs-invalid", {}, {"x": np.zeros((NUM_SAMPLES, LENGTH, 12), dtype=np.int64)}),
-        ("inputs-invalid", {}, {"x": np.zeros((2, LENGTH, 12), dtype=np.float32)}),
-        ("inputs-invalid", {}, {"mask": np.zeros((NUM_SAMPLES, LENGTH), dtype=np.int64)}),
-        ("not-finite", {}, {"x": np.full((NUM_SAMPLES, LENGTH, 12), np.nan, dtype=np.float32)}),
-        ("argument-value", {"codec": "jpeg"}, {}),
-        ("argument-value", {"temperature": 0.0}, {}),
-        ("argument-value", {"plan": "matched", "calibration_samples": 2**60}, {}),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    teacher: Path, tmp_path: Path, code: str, options: dict[str, Any], change: dict[str, Any]
-) -> None:
-    inputs = {name: change.get(name, array) for name, array in make_inputs().items()}
-    inputs = {name: array for name, array in inputs.items() if array is not None}
-    with refusal(code):
-        precompute(
-            teacher, inputs, tmp_path / "cache", PrecomputeOptions(**({"num_student_heads": 2} | options)), RUN
-        )
-    assert not (tmp_path / "cache").exists()
-
-
 @pytest.mark.parametrize("strategy", ["shd", "hard"])
 def test_nan_of_one_later_sample_is_named_and_not_stored(teacher: Path, tmp_path: Path, strategy: str) -> None:
     inputs = make_inputs()

@@ -221,27 +221,3 @@ def test_a_sample_whose_logits_are_not_finite_is_named(tmp_path: Path) -> None:
     options = PrecomputeOptions(num_student_heads=2, logits="topk", logits_top=4)
     with refusal("not-finite", r"sample 4 .*: the teacher gives NaN or infinity in its logits"):
         precompute(teacher, inputs, tmp_path / "a", options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"logits": "all"}, "logits must be one of"),
-        ({"vocab_size": 50}, "vocab_size must go with logits"),
-        ({"logits_output": "logits"}, "logits_output must go with logits"),
-        ({"logits_temperature": 2.0}, "logits_temperature must go with topk"),
-        ({"logits": "float16", "logits_temperature": 2.0}, "logits_temperature must go with topk"),
-        ({"logits": "topk", "logits_temperature": 0.0}, "logits_temperature must be finite and above 0"),
-        ({"logits": "topk", "logits_top": 0}, "logits_top must be at least 1"),
-        ({"logits": "topk", "logits_bits": 3}, "value_bits 4 to 16"),
-        ({"hidden": (3,)}, "hidden must hold layers from 0"),
-        ({"hidden_codec": "int4"}, "hidden_codec must be one of"),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_fit_are_refused_before_anything_is_written(
-    teacher: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with refusal("argument-value", message):
-        precompute(teacher, make_inputs(), tmp_path / "cache", PrecomputeOptions(num_student_heads=2, **changes))
-    assert not (tmp_path / "cache").exists()

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from support.attention_graphs import language_model, token_samples
 from support.commands import shd
-from support.refusals import refusal
 
 from shd_ref.cache import Attention, CacheReader, sample_key, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
@@ -97,23 +96,6 @@ def test_a_classifier_without_attention(teachers: dict[str, Path], tmp_path: Pat
             np.testing.assert_allclose(found[0], row, rtol=2e-3, atol=1e-3)
         else:
             np.testing.assert_array_equal(found.ids[0], np.sort(np.argsort(row)[-3:]))
-
-
-WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "nothing asked for": ({"logits": "none", "hidden": ()}, "argument-value", "logits or hidden must be requested"),
-    "heads": ({"num_student_heads": 2}, "argument-value", "num_student_heads must be left out"),
-    "a plan": ({"plan": "matched"}, "argument-value", "plan must be left out"),
-    "a codec of maps": ({"codec": "u4"}, "argument-value", "codec must be left out"),
-    "no heads with attention": ({"form": "maps"}, "argument-value", "num_student_heads must be"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_options_that_do_not_fit_are_refused(teachers: dict[str, Path], tmp_path: Path, case: str) -> None:
-    changes, code, message = WRONG[case]
-    with refusal(code, message):
-        precompute(teachers["tokens"], make_tokens(), tmp_path / "cache", replace(ALONE, **changes), RUN)
-    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("kind", ["tokens", "images"])

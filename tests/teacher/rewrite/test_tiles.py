@@ -54,17 +54,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_records_are_those_of_whole_maps(teacher: Path, tmp_path: Path, options: PrecomputeOptions) -> None:
     inputs = make_inputs()
-    readers = []
-    for tile in (0, 4):
-        precompute(teacher, inputs, tmp_path / str(tile), options, _run(tile))
-        readers.append(CacheReader(tmp_path / str(tile)))
-    whole, tiled = readers
-    for key in whole:
-        expected, got = whole.read(key), tiled.read(key)
-        assert expected.parts.keys() == got.parts.keys()
-        np.testing.assert_allclose(tiled.decode(got, 0), whole.decode(expected, 0), rtol=0, atol=0.01)
-        if "alphas" in got.parts:
-            np.testing.assert_allclose(got.parts["alphas"], expected.parts["alphas"], rtol=0, atol=1e-5)
+    compare_with_whole_maps(teacher, inputs, options, tmp_path, mask="mask")
     assert recheck_records(tmp_path / "4", teacher, inputs, num_records=2).records == 2
 
 
@@ -159,32 +149,23 @@ def test_cross_attention_of_an_encoder_decoder(tmp_path: Path) -> None:
 
 
 def compare_with_whole_maps(
-    teacher: Path,
-    inputs: dict[str, Any],
-    options: PrecomputeOptions,
-    folder: Path,
-    mask: str | None,
-    batch_size: int = 2,
+    teacher: Path, inputs: dict[str, Any], options: PrecomputeOptions, folder: Path, mask: str | None
 ) -> None:
-    run = replace(_run(0), mask=mask, batch_size=batch_size)
-    readers = []
     for tile in (0, 4):
-        precompute(teacher, inputs, folder / str(tile), options, replace(run, tile=tile))
-        readers.append(CacheReader(folder / str(tile)))
-    whole, tiled = readers
+        precompute(teacher, inputs, folder / str(tile), options, replace(_run(tile), mask=mask))
+    whole, tiled = (CacheReader(folder / str(tile)) for tile in (0, 4))
+    # A code of sqrt8 may round the other way.
+    limit = 1e-3 if options.is_factored else 1e-5 if options.codec == "float32" else 0.01
     for key in whole:
         expected, got = whole.read(key), tiled.read(key)
         assert expected.parts.keys() == got.parts.keys()
-        if options.is_factored and batch_size > 1:
+        if options.is_factored:
             for name in (name for name in got.parts if name.startswith("L")):
                 np.testing.assert_array_equal(got.parts[name].view(np.uint8), expected.parts[name].view(np.uint8))
+        if "alphas" in got.parts:
+            np.testing.assert_allclose(got.parts["alphas"], expected.parts["alphas"], rtol=0, atol=1e-5)
         for layer in range(len(whole.manifest.attention.layers)):
-            np.testing.assert_allclose(
-                tiled.decode(got, layer),
-                whole.decode(expected, layer),
-                rtol=0,
-                atol=1e-3 if options.is_factored else 1e-5,
-            )
+            np.testing.assert_allclose(tiled.decode(got, layer), whole.decode(expected, layer), rtol=0, atol=limit)
 
 
 def test_a_run_goes_on_with_another_tile(teacher: Path, tmp_path: Path) -> None:
