@@ -77,20 +77,6 @@ def test_the_option_that_mends_it_is_named(
     assert not Path("new").exists()
 
 
-def test_a_part_says_where_the_other_shards_are(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    part, whole = str(tmp_path / "part"), str(tmp_path / "whole")
-    words = ("precompute", "t.onnx", "--inputs", "d.npz", "--student-heads", "2", "--samples-per-shard", "1")
-    run(SHD, *words, "--out", part, "--shards", "0/2", code=0)
-    said = run(SHD, "ls", part, code=0).replace("│ ", "")
-    assert "2 of 4 shards are missing (2-3)" in said
-    assert "the other parts have them: merge them with shd merge" in said
-    assert f"shd ls {part} lists the missing shards" in run(SHD, "verify", part)
-    assert "missing 2-3: write them, then merge again" in run(SHD, "merge", part, "--out", whole, code=0)
-
-
 NO_ROOM = ShdError("write-failed", "no room")
 NO_ROOM.__cause__ = OSError("no room")
 
@@ -200,15 +186,6 @@ def test_a_student_of_any_folder_sets_heads_and_layers(
     run(SHD, *words, code=0)
     form = CacheReader(tmp_path / "cache").manifest.attention
     assert (form.num_student_heads, form.num_student_layers) == (2, 1)
-
-
-def test_help_shows_every_option_within_80_columns() -> None:
-    for command in ("precompute", "plan"):
-        page = invoke(SHD, [command, "--help"], columns=80).output
-        assert {"--tokenizer", "--logits", "--student-heads"} <= set(page.split())
-        assert "--logits-bits" in page
-        assert max(map(len, page.splitlines())) <= 80
-        assert "…" not in page
 
 
 def test_samples_that_a_model_does_not_take_are_named(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from support.two_sequences import encoder_decoder
 from shd_ref import ShdError
 from shd_ref.cache import CacheReader, verify_cache
 
-NUM_SAMPLES = 150
+NUM_SAMPLES = 60
 LENGTH = 9
 PATIENCE = 120.0
 

@@ -94,7 +94,9 @@ def test_commands(teacher: Path, tmp_path: Path) -> None:
     listed = shd("ls", parts[0])
     assert "partial" in listed
     assert "7 of 14, missing 7-13" in listed
-    assert "missing 7-13" in shd("merge", parts[0], "--out", tmp_path / "all")
+    assert "the other parts have them: merge them with shd merge" in " ".join(listed.replace("│ ", "").split())
+    assert f"shd ls {parts[0]} lists the missing shards" in " ".join(shd("verify", parts[0], code=1).split())
+    assert "missing 7-13: write them, then merge again" in shd("merge", parts[0], "--out", tmp_path / "all")
     shd(*job, "--out", parts[1], "--shards", "1/2")
     assert "7 shards copied" in shd("merge", *parts, "--out", tmp_path / "all")
     found = json.loads(shd("ls", tmp_path / "all", "--json"))

@@ -1,7 +1,5 @@
 """Untrusted data files: for any headers, types and names, one error of ours."""
 
-import datetime
-import decimal
 import json
 import struct
 import zipfile
@@ -14,8 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
-from support.attention_graphs import GraphBuilder, token_teacher
-from support.commands import shd
+from support.attention_graphs import GraphBuilder
 from support.refusals import refusal
 
 from shd_ref import ShdError
@@ -108,11 +105,7 @@ def odd_columns() -> dict[str, Callable[[Any], Any]]:
     return {
         "struct": lambda pa: pa.array([{"a": 1}, {"a": 2}]),
         "map": lambda pa: pa.array([[("a", 1)], [("b", 2)]], type=pa.map_(pa.string(), pa.int64())),
-        "categories": lambda pa: pa.array(["x", "y"]).dictionary_encode(),
         "lists of text": lambda pa: pa.array([["a"], ["b"]]),
-        "decimal": lambda pa: pa.array([decimal.Decimal("1.5"), decimal.Decimal("2.5")]),
-        "time": lambda pa: pa.array([datetime.datetime(2020, 1, 1)] * 2),
-        "binary": lambda pa: pa.array([b"x", b"y"]),
         "null": lambda pa: pa.array([None, None]),
         "scalar": lambda pa: pa.array([1, 2]),
         "beyond int64": lambda pa: pa.array([[2**63 + 1], [2**64 - 1]], type=pa.list_(pa.uint64())),
@@ -156,14 +149,10 @@ NAMES = ["a\0b", LONG, "/".join(["d" * 200] * 30), "\ud800"]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=["nul", "long", "deep", "no text"])
-@pytest.mark.parametrize("suffix", ["", ".npz", ".jsonl", ".parquet", ".arrow"])
-def test_paths_that_no_file_has(name: str, suffix: str) -> None:
-    refused(name + suffix)
-
-
-@pytest.mark.parametrize("name", NAMES, ids=["nul", "long", "deep", "no text"])
-def test_teachers_and_tokenizers_that_no_file_is(tmp_path: Path, name: str) -> None:
+def test_paths_that_no_file_has(tmp_path: Path, name: str) -> None:
     pytest.importorskip("tokenizers", reason="text needs the extra 'inputs'")
+    for suffix in ("", ".npz", ".jsonl", ".parquet", ".arrow"):
+        refused(name + suffix)
     with refusal("graph-invalid"):
         load_teacher(name)
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
@@ -180,19 +169,16 @@ def test_teachers_and_tokenizers_that_no_file_is(tmp_path: Path, name: str) -> N
         ("../a.arrow", "path-unsafe"),
         (None, "path-unsafe"),
         (["a"], "path-unsafe"),
+        *((state, "inputs-invalid") for state in (b"[]", b'{"_data_files": [5]}', b"[" * 100_000, b"\xff")),
     ],
-    ids=["nul", "long", "no text", "outside", "null", "list"],
+    ids=lambda listed: repr(listed)[:20],
 )
 def test_file_names_in_a_data_set(tmp_path: Path, listed: Any, code: str) -> None:
     pytest.importorskip("pyarrow", reason="Arrow needs the extra 'inputs'")
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": listed}]}))
-    refused(tmp_path, code)
-
-
-@pytest.mark.parametrize("state", [b"[]", b'{"_data_files": 5}', b'{"_data_files": [5]}', b"[" * 100_000, b"\xff"])
-def test_lists_of_files_that_are_none(tmp_path: Path, state: bytes) -> None:
+    state = listed if isinstance(listed, bytes) else json.dumps({"_data_files": [{"filename": listed}]}).encode()
     (tmp_path / "state.json").write_bytes(state)
-    assert "must list the files of a data set" in refused(tmp_path)
+    message = refused(tmp_path, code)
+    assert ("must list the files of a data set" in message) == isinstance(listed, bytes)
 
 
 @pytest.mark.parametrize(
@@ -290,8 +276,6 @@ def test_a_sample_of_no_tokens_is_named(tmp_path: Path, masked: bool) -> None:
     rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [], "attention_mask": []}]
     rows = rows if masked else [{"input_ids": row["input_ids"]} for row in rows]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    onnx.save(token_teacher(), tmp_path / "teacher.onnx")
-    job = (tmp_path / "teacher.onnx", "--inputs", tmp_path / "data.jsonl", "--student-heads", 2)
-    said = " ".join(shd("precompute", *job, "--out", tmp_path / "cache", code=1).split())
-    assert "row 1: " in said
-    assert "must hold at least one number; got none" in said
+    message = refused(tmp_path / "data.jsonl")
+    assert "row 1: " in message
+    assert "must hold at least one number; got none" in message
