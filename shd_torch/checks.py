@@ -1,4 +1,4 @@
-"""What every function asks of its arguments; codes and ids are those of ``specs/shd.md``.
+"""Checks of arguments that all functions share; codes and ids are those of ``specs/shd.md``.
 
 Types, shapes and options are always checked: they cost nothing. Looking at *values* (finite, a distribution)
 makes the host wait for the device, so those checks depend on the keyword ``check`` of every public function. What is
@@ -168,11 +168,11 @@ def check_entries(
 ) -> None:
     """No entry may be wrong: the error names the first, with its place; waits for the device."""
     if wrong.any():
-        where = tuple(int(i) for i in wrong.nonzero()[0])
-        names = _AXES.get(len(where))
-        words = [f"{n} {i}" for n, i in zip(names, where, strict=True)] if names else [f"index {where}"]
+        index = tuple(int(i) for i in wrong.nonzero()[0])
+        names = _AXES.get(len(index))
+        words = [f"{n} {i}" for n, i in zip(names, index, strict=True)] if names else [f"index {index}"]
         position = ", ".join([f"layer {layer}"] * (layer is not None) + words)
-        raise ShdError(code, f"{rule}; got {values[where].item():.6g} at {position}", spec_id)
+        raise ShdError(code, f"{rule}; got {values[index].item():.6g} at {position}", spec_id)
 
 
 P = ParamSpec("P")

@@ -47,12 +47,12 @@ class ExportReport:
 
     Attributes:
         path: the ONNX file.
-        data_path: the file of weights beside it, or None where they are inside.
+        data_path: the file of weights next to it, or None where they are inside.
         inputs: names and shapes of the graph's inputs; a dynamic axis is given by its name.
         output: name of the graph's output.
         opset: the ONNX opset.
-        num_softmax: how many ``Softmax`` nodes it holds: of a teacher at least one per attention layer.
-        num_fused: how many ``Attention`` nodes it holds: of a student one per attention layer, or none. Each is
+        num_softmax: how many ``Softmax`` nodes it has: of a teacher at least one per attention layer.
+        num_fused: how many ``Attention`` nodes it has: of a student one per attention layer, or none. Each is
             called through a function of the model, so that ``onnxruntime.quantization.quantize_dynamic`` keeps it.
         max_difference: largest absolute difference of the output; None where onnxruntime is missing.
         tolerance: what was allowed: the published tolerance of the dtype times ``max(1, largest output)``.
@@ -86,8 +86,8 @@ def export_teacher(
         model: any module that ``torch.export`` can trace; its first output becomes the graph's only one.
         example_inputs: tensors by the names of the forward arguments, or in their order. Any sizes work that the
             model accepts, also when one shorter along every dynamic axis but the batch.
-        path: where to write the graph; weights of a large model lie beside it, in ``<path>.0123456789abcdef.data``,
-            named after what they are. An earlier graph stays whole until this one takes its name.
+        path: where to write the graph; weights of a large model lie next to it, in ``<path>.0123456789abcdef.data``,
+            named by their hash. An earlier graph stays whole until this one takes its name.
         dynamic: names of the axes that may vary, by input and axis, such as
             ``{"input_ids": {0: "batch", 1: "sequence"}}``; axes of one name share one size. Default: the first
             axis of every input is ``batch``, the second of two-dimensional integer inputs ``sequence``, or
@@ -149,7 +149,7 @@ def _export(
         wrapper.eval()
         try:
             output_name = _first_output(model(**inputs))[0]
-        except Exception as error:  # a model raises what it likes
+        except Exception as error:  # a model may raise anything
             raise refuse(model, f"run on the example inputs {_shapes(inputs)}", error) from error
         program = _trace(wrapper, inputs, axes, output_name, opset)
         samples = [inputs, _resized(inputs, axes, lambda size, axis: size + 1 if axis == "batch" else size - 1)]
@@ -277,7 +277,7 @@ def refuse(
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     cause = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if "no padding token is defined" in cause:  # of heads that read the last token of each text
-        stage = "know what texts are padded with"
+        stage = "know the token that pads texts"
         remedy = (
             "set pad_token_id in its config.json to the id of the tokenizer's pad_token, or to one that no text has"
         )
@@ -421,7 +421,7 @@ def _trace(
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as error:  # the exporter passes on what its parts raise
+    except Exception as error:  # the exporter passes on any error of its parts
         stage = "be traced by torch.export" if type(error).__name__ == "TorchExportError" else "be converted to ONNX"
         raise refuse(wrapper.model, stage, error) from error
     finally:
@@ -596,7 +596,7 @@ def _wrap_attention(model: Any) -> int:
 def _part_norms(model: Any) -> None:
     """Write the addition before each norm as ``Sum``, so that onnxruntime computes the two one after the other.
 
-    It would fuse ``Add`` and the norm into an operator of its own that takes several times as long as both: a third
+    It would fuse ``Add`` and the norm into its own operator, which takes several times as long as both: a third
     of the time of an encoder in int8. The numbers are the same.
     """
     norms = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")

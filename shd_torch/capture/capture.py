@@ -64,7 +64,7 @@ class AttentionCall:
 
     @property
     def mask_keywords(self) -> RuleKeywords:
-        """The keywords of ``attention_kl`` that describe this call beside ``query`` and ``key``."""
+        """The keywords of ``attention_kl`` that describe this call besides ``query`` and ``key``."""
         return cast(RuleKeywords, dict(vars(self.rule)))
 
     def compute_logits(self) -> Tensor:
@@ -76,7 +76,7 @@ class AttentionCall:
 
 
 _KNOWN_TENSORS = frozenset({"position_bias", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"})
-"""Tensors beside queries, keys, values and mask that attention functions are given, and whose meaning is known."""
+"""Tensors besides queries, keys, values and mask that attention functions take and whose meaning is known."""
 
 
 def _read_call(raw: RawCall) -> AttentionCall:

@@ -152,7 +152,7 @@ def _attends(layer: nn.Module) -> bool:
 
 
 def _is_encoder_of(path: str, seen_stacks: set[str]) -> bool:
-    """Whether a stack belongs to an unseen ``encoder`` beside a ``decoder`` that was seen."""
+    """Whether a stack belongs to an unseen ``encoder`` next to a ``decoder`` that was seen."""
     names, stacks = path.split("."), [other.split(".") for other in seen_stacks]
     for index in (index for index, name in enumerate(names) if name == "encoder"):
         encoder, decoder = names[: index + 1], [*names[:index], "decoder"]

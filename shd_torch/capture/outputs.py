@@ -82,7 +82,7 @@ class ProjectionWatch(TorchFunctionMode):
     """While entered, notes which matrices the output of each recorded attention call meets, by no list of names.
 
     The output projection is the matrix that meets exactly the numbers which the call returned, heads side by side.
-    Where several do (an adapter beside it) or none does (a gate before it), nothing is guessed.
+    Where several do (an adapter next to it) or none does (a gate before it), nothing is guessed.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -24,7 +24,7 @@ class SupervisedStream(CacheJoin, IterableDataset[tuple[Any, SampleRecord]]):
     All ranks get equally many, or they would wait for each other: at the end some get the first samples again, as by
     PyTorch's ``DistributedSampler``.
 
-    A pass goes on after an interruption by torchdata's ``StatefulDataLoader``, in the order that ``set_epoch`` set.
+    An interrupted pass continues with torchdata's ``StatefulDataLoader``, in the order that ``set_epoch`` set.
 
     Args:
         data: an iterable that restarts on each iteration, in the same order until ``set_epoch`` changes it.

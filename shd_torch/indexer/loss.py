@@ -150,7 +150,7 @@ def _add_gradients(request: IndexerRequest, tile: Tile, slope: Tensor, slopes: l
 
 
 def _divisor(counts: Tensor, segments: Tensor | None, reduction: str) -> Tensor | float:
-    """What the sum over rows that count is divided by (IDX-13)."""
+    """The divisor of the sum over rows that count (IDX-13)."""
     if reduction == "sum":
         return 1.0
     if reduction == "rows":

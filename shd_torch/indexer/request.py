@@ -39,7 +39,7 @@ def indexer_scores(
         weights: ``(B, H_i, L)``; None for ones.
         scale: factor of the scores.
         relu: whether negative products count as 0.
-        groups: G, blocks of heads with scores of their own.
+        groups: G, blocks of heads with one score each.
 
     Returns:
         ``(B, G, L, C)``.
@@ -313,8 +313,8 @@ class IndexerRequest:
             mean = torch.einsum("l...,l...k->...k", torch.stack(masses).softmax(0), torch.stack(targets))
             return block_sums(mean, size)
         target, _ = next(layers)
-        for other, _ in layers:
-            target += other
+        for layer_target, _ in layers:
+            target += layer_target
         return block_sums(target.div_(len(self.teachers)) if len(self.teachers) > 1 else target, size)
 
     def _layer_target(

@@ -88,7 +88,7 @@ class KdOptions:
 
 @dataclass(frozen=True)
 class KdRows:
-    """What the loss is made of, rows flattened."""
+    """The checked arguments of the loss, rows flattened."""
 
     divergence: str  # kl, reverse_kl, jsd or cross_entropy, ends of jsd resolved
     mixing: float  # the m of jsd
@@ -96,7 +96,7 @@ class KdRows:
     factor: Tensor  # (), of the sum over counted rows of their divergences, T^2 included
     counted: Tensor | None  # (R,) boolean, None where all rows count
     vocab_size: int  # V, after the cut
-    teacher: Tensor | ExactTargets | TopkTargets  # the teacher's logits (R, V) or what makes them, or its record
+    teacher: Tensor | ExactTargets | TopkTargets  # its logits (R, V), its last states and head, or its record
 
     def terms(self, z: Tensor, chunk: slice, *, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """A chunk's divergences ``(r,)`` and, if wanted, their gradient with respect to ``z / T`` ``(r, V)``.
@@ -443,7 +443,7 @@ class _LossOfHead(torch.autograd.Function):
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What the head's products are made in: autocast's dtype where it is on, as for any linear layer."""
+    """The dtype of the head's products: autocast's where it is on, as for any linear layer."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind) if torch.float64 not in (hidden.dtype, weight.dtype) else torch.float64

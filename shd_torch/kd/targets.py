@@ -159,7 +159,7 @@ def check_classes(name: str, num_given: int, num_classes: int, *, can_cut: bool 
 
 @dataclass(frozen=True, eq=False)
 class TeacherHead:
-    """What makes a teacher's logits of its last states: ``cap(scale * W norm(h) + bias)`` (CACHE-190).
+    """A teacher's output layer, from last states to logits: ``cap(scale * W norm(h) + bias)`` (CACHE-190).
 
     Attributes:
         weight: W ``(V, D)``, in the dtype that it is stored in; products are in that of the states, at least float32.

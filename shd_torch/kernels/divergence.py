@@ -142,7 +142,7 @@ class CodedOperands(NamedTuple):
 
 
 class RowsKl(NamedTuple):
-    """What the kernels return, in float32: multiply by the gradient from above before rounding."""
+    """The kernels' results, in float32: multiply by the gradient from above before rounding."""
 
     kl: Tensor | None  # of each row (B, H_s, L) in nats, before its weight; 0 where it does not count
     dq: Tensor  # gradient of sum(row_weights * kl) with respect to the student's queries
@@ -150,7 +150,7 @@ class RowsKl(NamedTuple):
 
 
 CODEC = "sqrt8-row"
-"""What the kernels decode."""
+"""The codec that the kernels decode."""
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)

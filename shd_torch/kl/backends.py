@@ -39,7 +39,7 @@ TRITON_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
 
 class BackendChoice(NamedTuple):
-    """What ``explain_backend`` returns for one layer."""
+    """The backend of one layer, and why."""
 
     name: str
     reason: str
@@ -54,7 +54,7 @@ BACKENDS: dict[str, ModuleType] = {"dense": dense, "sdpa": sdpa, "triton": trito
 def choose_backend(request: KlRequest, name: str) -> BackendChoice:
     """The backend for one layer, by its name or ``"auto"``."""
     check_option("backend", name, ("auto", *BACKENDS))
-    reasons: dict[str, str | None] = {kind: way.unsupported_reason(request) for kind, way in BACKENDS.items()}
+    reasons: dict[str, str | None] = {kind: module.unsupported_reason(request) for kind, module in BACKENDS.items()}
     refused = {kind: reason for kind, reason in reasons.items() if reason is not None}
     if name == "auto":
         chosen, reason = _choose(request, refused)
@@ -130,8 +130,9 @@ def attention_kl(
     Rounding: with N the largest ``scale / T sum_c |q_c k_c|`` of student and teacher, a probability of ``sdpa`` and
     ``triton`` is off by at most a share ``u = (S + N (d + 8)) 2^-24``: d roundings of a product, 8 of the row's
     log-sum-exp, S of its sum. So dk is off by at most ``2 u scale / T sum_i w_i |q_i|`` (w: weights of rows), dq of a
-    row by ``2 u scale / T w_i max |k|``, beside what half-precision products round. At N = 10^4 and d = 64, u is 4%,
-    the errors found a thousandth of the bounds. ``dense`` lacks the 8: rows that look at one key are exact.
+    row by ``2 u scale / T w_i max |k|``, in addition to the rounding of half-precision products. At N = 10^4 and
+    d = 64, u is 4%, the errors found a thousandth of the bounds. ``dense`` lacks the 8: rows that look at one key are
+    exact.
 
     Raises:
         ShdError: ``support-mismatch``, ``argument-shape``, ``argument-value``, ``argument-dtype``, ``not-finite``,

@@ -14,9 +14,9 @@ _REMEDY = "shd_loss on the student's logits has derivatives of every order and m
 
 
 class KlResult(NamedTuple):
-    """What a backend returns for one layer; gradients of the weighted sum."""
+    """A backend's result for one layer; gradients of the weighted sum."""
 
-    value: Tensor | None  # (), None where it was not asked for
+    value: Tensor | None  # (), None where it is not wanted
     dq: Tensor | None = None  # (B, H_s, L, d)
     dk: Tensor | None = None  # (B, H_kv, S, d)
     dbias: Tensor | None = None  # shaped as the added mask

@@ -103,7 +103,7 @@ class KlRequest:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What sums are accumulated in: float64 if an argument is, else float32."""
+        """The dtype of sums: float64 if an argument is, else float32."""
         return self.weights.dtype
 
     @property
@@ -119,14 +119,14 @@ class KlRequest:
         every = slice(0, self.shape[3])
         student, teacher = self.rule.key_range(rows, self.shape[3]), self.supervision.key_range(rows)
         if self.support == "intersect":
-            return every  # what is dropped must be seen
+            return every  # the mass to drop may lie on any key
         if teacher == every:
             return student  # the teacher says nothing of its keys; its mass is where the student's is (LOSS-6)
         return slice(min(student.start, teacher.start), max(student.stop, teacher.stop))
 
     @property
     def mass_term(self) -> Tensor:
-        """What the value owes to rows with less mass than one: ``- sum w rho log rho`` (LOSS-11)."""
+        """The part of the value due to rows with less mass than one: ``- sum w rho log rho`` (LOSS-11)."""
         if self.supervision.row_sums == "one":
             return self.weights.new_zeros(())
         return -(self.weights * torch.xlogy(self.mass, self.mass)).sum()
@@ -263,8 +263,8 @@ def check_support(request: KlRequest, layer: int) -> None:
         wrong = mass & ~allowed & (request.weights[samples, :, rows, None] != 0)
         if wrong.any():
             b, h, i, j = (int(index) for index in wrong.nonzero()[0])
-            where = f"layer {layer}, sample {b + samples.start}, head {h}, row {i + rows.start}, key {j}"
-            raise support_mismatch(f"it has mass at {where}")
+            place = f"layer {layer}, sample {b + samples.start}, head {h}, row {i + rows.start}, key {j}"
+            raise support_mismatch(f"it has mass at {place}")
 
 
 def _may_differ(request: KlRequest) -> bool:

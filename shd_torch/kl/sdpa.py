@@ -67,7 +67,7 @@ def run(request: KlRequest) -> KlResult:
 
 
 def _usual_key(request: KlRequest, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the values are shifted by ``(B, H_s, 1, d)``: the mean key; for half precision the key that rows see.
+    """The shift of the values ``(B, H_s, 1, d)``: the mean key; for half precision the key that rows see.
 
     Where rows look at one key with most of their weight, what the products round is then what they see besides it.
     """

@@ -21,7 +21,7 @@ from shd_torch.supervision.mask import AttentionRule
 
 
 def unsupported_reason(request: KlRequest) -> str | None:
-    """What the kernels do not read or the device cannot run; None where they serve. No device sync."""
+    """Why the kernels or the device cannot serve; None where they can. No device sync."""
     supervision = request.supervision
     if isinstance(supervision, Factored):
         heads: tuple[Tensor, ...] = (request.queries, request.keys, supervision.queries, supervision.keys)

@@ -29,7 +29,7 @@ from shd_torch.supervision.mask import expand_heads
 
 @dataclass(frozen=True, eq=False)
 class FactoredSqueeze(SqueezeReport):
-    """What ``squeeze_factored`` returns: the report of the merging, and the teacher with its mixing."""
+    """The result of ``squeeze_factored``: the report of the merging, and the teacher with its mixing."""
 
     supervision: Factored  # at any temperature
 

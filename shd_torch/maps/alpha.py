@@ -229,13 +229,13 @@ def merge_gram(gram: Tensor, p: int, q: int, alpha: Tensor, *, check: bool = Tru
     check_shapes(alpha.shape == gram.shape[:1], "alpha must be (B,), as gram", gram, alpha, spec_id="GRAM-6")
     if check:
         check_weights(alpha, "alpha", "GRAM-6")
-    others = [head for head in range(gram.shape[1]) if head not in (p, q)]
+    remaining = [head for head in range(gram.shape[1]) if head not in (p, q)]
     weight = alpha.double().reshape(-1, 1, 1, 1, 1)
     merged = gram.double()
     for axis in (1, 2, 3, 4):
         first, second = merged.narrow(axis, p, 1), merged.narrow(axis, q, 1)
         new = weight * first + (1.0 - weight) * second if axis in (1, 3) else first + second
-        untouched = merged.index_select(axis, torch.tensor(others, dtype=torch.int64, device=merged.device))
+        untouched = merged.index_select(axis, torch.tensor(remaining, dtype=torch.int64, device=merged.device))
         merged = torch.cat((new, untouched), dim=axis)
     return merged
 

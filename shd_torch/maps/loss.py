@@ -105,7 +105,7 @@ class LossOptions:
 
 
 class LayerRows(NamedTuple):
-    """What one layer's loss and its gradient are made of; rows that do not count are 0 in P, rho and log Q."""
+    """The factors of one layer's loss and its gradient; rows that do not count are 0 in P, rho and log Q."""
 
     p: Tensor  # (B, H_s, L, S), the teacher's rows as distributions
     mass: Tensor  # (B, H_s, L), rho

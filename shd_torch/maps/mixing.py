@@ -61,10 +61,10 @@ class SqueezeReport:
 
 @dataclass(frozen=True, eq=False)
 class SqueezeResult(SqueezeReport):
-    """What ``squeeze_heads`` returns: the report of the merging, and the merged maps.
+    """The result of ``squeeze_heads``: the report of the merging, and the merged maps.
 
     Attributes:
-        probs: ``(B, H_s, L, S)``, at the temperature asked for, in the dtype of the teacher's.
+        probs: ``(B, H_s, L, S)``, at the requested temperature, in the dtype of the teacher's.
     """
 
     probs: Tensor

@@ -26,7 +26,7 @@ from shd_torch.maps.attention import mask_logits
 
 
 class IntersectedMaps(NamedTuple):
-    """What ``intersect_support`` returns (LOSS-15)."""
+    """The result of ``intersect_support`` (LOSS-15)."""
 
     supervision: Tensor  # (B, H_s, L, S), rows with the sums they had, or zero where nothing is left
     dropped: Tensor  # (B, H_s, L), the mass taken from each row
@@ -62,7 +62,7 @@ def intersect(teacher: Tensor, may_attend: Tensor) -> IntersectedMaps:
 
 
 def rescale_rows(rows: Tensor, mass: Tensor, dropped: Tensor) -> Tensor:
-    """What is left of each row ``(..., S)``, scaled to the mass it had; untouched where nothing was dropped."""
+    """The remaining entries of each row ``(..., S)``, scaled to its former mass; unless none was dropped."""
     sums = rows.sum(-1, keepdim=True)
     # Divided first: the quotient of two tiny numbers is not tiny, and its reciprocal would overflow.
     scaled = rows / sums.masked_fill(sums == 0, 1.0) * mass[..., None]
@@ -111,12 +111,12 @@ def check_support(teacher: Tensor, violations: Tensor, layer: int) -> None:
         return
     b, h, i, j = (int(index) for index in violations.nonzero()[0])
     value = teacher[b, h, i, j].item()
-    where = f"layer {layer}, sample {b}, head {h}, row {i}, key {j}"
+    place = f"layer {layer}, sample {b}, head {h}, row {i}, key {j}"
     if value == 0:
         rule = "supervision must be above 0 with divergence='reverse_kl' wherever the student may attend"
         advice = "the divergence would be infinite, 'js' is finite there"
-        raise ShdError("support-mismatch", f"{rule}; got 0 at {where}: {advice}", "LOSS-13")
-    raise support_mismatch(f"got {value:.6g} at {where}")
+        raise ShdError("support-mismatch", f"{rule}; got 0 at {place}: {advice}", "LOSS-13")
+    raise support_mismatch(f"got {value:.6g} at {place}")
 
 
 def support_mismatch(got: str) -> ShdError:
@@ -126,7 +126,7 @@ def support_mismatch(got: str) -> ShdError:
 
 
 class AlignedMaps(NamedTuple):
-    """What ``align_tokens`` and ``pool_tokens`` return (TOKEN-2, TOKEN-9)."""
+    """The result of ``align_tokens`` and ``pool_tokens`` (TOKEN-2, TOKEN-9)."""
 
     probs: Tensor  # (B, H, l, s), rows with the sums they had, or zero where nothing is left
     dropped: Tensor  # (B, H, l), the mass that lay on columns not kept, or on tokens without a group

@@ -1,4 +1,4 @@
-"""Base losses that SHD is combined with, each with SHD beside it by one argument.
+"""Base losses that SHD is combined with, each with SHD added by one argument.
 
 Formulas are those of the papers *and* of the published code; where they differ the code decides, because published
 settings were tuned with it. Denominators differ up to a thousandfold, so that a beta does not carry over.

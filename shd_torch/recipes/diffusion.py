@@ -15,7 +15,7 @@ from shd_torch.checks import check_real, check_shapes, compute_dtype, without_au
 from shd_torch.recipes.terms import SHD, Term, Terms, check_integers, check_weight, join
 
 LEAST_MASS = 1e-12
-"""What the mass of a bin is raised to before its logarithm."""
+"""The least mass of a bin before its logarithm."""
 
 
 class DiffusionDraw(NamedTuple):

@@ -53,7 +53,7 @@ def prepare(
     vocab_size: int | None = None,
     all_count: str | None = None,
 ) -> tuple[Tensor, Labels]:
-    """What every recipe begins with: checked logits without padded classes, and their labels.
+    """The start of every recipe: checked logits without padded classes, and their labels.
 
     Logits of a distillation token must be of the same shape. Of a recipe ``all_count`` every row counts.
     """

@@ -1,4 +1,4 @@
-"""What a recipe gives: its terms by name, the attention term that joins them, and labels; and what each is worth.
+"""The terms of a recipe by name, the attention term that joins them, labels, and what each term is worth.
 
 ``scale_report`` measures terms in their value and in their gradient, so that beta is chosen, not guessed.
 """

@@ -144,7 +144,7 @@ class CachedSupervision(Taught):
         return EmbeddingTargets(_decode_vectors(stored, codes), stored.form.pooling, stored.form.normalize)
 
     def last_states(self, length: int | None = None) -> Tensor | None:
-        """What the teacher's head reads, ``(B, L, width)`` float32; None where none were read."""
+        """The states that the teacher's head reads, ``(B, L, width)`` float32; None where none were read."""
         if (stored := self.stored_rows(Exact.SUBJECT, length)) is None:
             return None
         (codes,) = stored.codes.values()

@@ -318,7 +318,7 @@ def _attend_once(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | b
 
 
 def _result_and_gradient(function: partial[Tensor], values: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor]:
-    """A function of the values, and what takes the gradient ``weighted`` of its result to them."""
+    """A function of the values, and the gradient ``weighted`` of its result pulled back to them."""
     if torch.compiler.is_compiling():
         product, pull, *_ = torch.func.vjp(function, values)  # can be compiled in the middle of a forward pass
         return product, pull(weighted)[0]

@@ -73,7 +73,7 @@ class AttentionRule:
         return 1.0 / math.sqrt(width) if self.scale is None else float(self.scale)
 
     def check(self) -> None:
-        """Check what does not depend on queries and keys: ``argument-value``, ``argument-dtype``."""
+        """The checks that need no queries and keys: ``argument-value``, ``argument-dtype``."""
         if self.scale is not None:
             check_number("scale", self.scale, "GRAD-8")
         if self.softcap is not None and check_number("softcap", self.softcap, "GRAD-8") <= 0:
@@ -128,7 +128,7 @@ class AttentionRule:
         bent = torch.tanh(logits / self.softcap)
         return self.softcap * bent, 1.0 - bent.square()
 
-    # What follows works on a rule that fits.
+    # The methods below need a rule that fits.
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> AttentionRule:
         return move(self, device, non_blocking=non_blocking)
@@ -172,7 +172,7 @@ class AttentionRule:
         return allowed
 
     def bias(self, rows: slice, keys: slice, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the logits of a tile, 0 where an added mask masks a key; None for nothing."""
+        """The addend of a tile's logits, 0 where an added mask masks a key; None for nothing."""
         if self.attn_mask is None or self.attn_mask.dtype == torch.bool:
             return None
         mask = self._cut(self.attn_mask, rows, keys)

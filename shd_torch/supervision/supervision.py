@@ -67,7 +67,7 @@ class Supervision(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """What ``probs`` returns: float64 or float32."""
+        """The dtype of ``probs``: float64 or float32."""
 
     @property
     def num_heads(self) -> int:
@@ -88,7 +88,7 @@ class Supervision(ABC):
 
     @abstractmethod
     def mass(self) -> Tensor:
-        """What each row sums to, ``(B, H_s, L)``; 0 where a row does not count. The same at every temperature."""
+        """The sum of each row, ``(B, H_s, L)``; 0 where a row does not count. The same at every temperature."""
 
     def samples(self, start: int, stop: int) -> Self:
         record: Any = self
@@ -370,7 +370,7 @@ class StoredRows(NamedTuple):
 
 
 class Taught:
-    """What teaches a batch; a teacher overrides what it has. Rows are padded to ``length`` positions.
+    """The supervision of a batch; a teacher overrides the forms that it has. Rows are padded to ``length`` positions.
 
     Attributes:
         layers: student layers whose attention it teaches, zero-based.

@@ -32,14 +32,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SupervisedCollator:
-    """Any collator for samples, with the records of a cache beside them in one buffer."""
+    """Any collator for samples, together with the records of a cache in one buffer."""
 
     collate: Callable[[list[Any]], Mapping[str, Any]]
     manifest: Manifest
     layers: tuple[int, ...]  # of the student, that are read
 
     def __call__(self, batch: Sequence[Any]) -> dict[str, Any]:
-        """Samples with records become a mapping with ``supervision``; samples alone what they always became."""
+        """Samples with records become a mapping with ``supervision``; samples alone, the collator's batch."""
         if not isinstance(batch[0], tuple) or not isinstance(batch[0][1], SampleRecord):
             return dict(self.collate(list(batch)))
         samples, records = zip(*batch, strict=True)
@@ -94,12 +94,12 @@ def _check_padding(mask: Tensor, masks: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a collator made, taken apart."""
+    """A collator's batch, taken apart."""
 
     inputs: dict[str, Any]  # of the student, with labels
-    stored: CachedSupervision | None  # what a cache holds of it
+    stored: CachedSupervision | None  # its supervision from a cache
     tallies: Mapping[str, Tensor]  # counts that a cache states of its records, by subject
-    has_decoder: bool  # whether the rows of the student's outputs are those of a decoder, beside an encoder
+    has_decoder: bool  # whether the rows of the student's outputs are those of a decoder, behind an encoder
 
     @classmethod
     def of(cls, collated: Mapping[str, Any], *, has_decoder: bool) -> MicroBatch:
@@ -138,7 +138,7 @@ class MicroBatch:
 
 
 Rule: TypeAlias = Callable[[MicroBatch], Tensor | None]
-"""Which rows count, ``(B, L)`` boolean, beside padding; None: all."""
+"""Which rows count, ``(B, L)`` boolean, among those that are no padding; None: all."""
 
 Counter: TypeAlias = Callable[[MicroBatch], int]
 """Rows of a micro-batch that a loss is a mean over."""
@@ -194,10 +194,10 @@ def _first(batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Forward:
-    """A pass of the student over a micro-batch, and what its terms compare it with."""
+    """A pass of the student over a micro-batch, and the supervision that its terms compare it with."""
 
     batch: MicroBatch  # on the device
-    supervisions: Sequence[Taught]  # what each teacher gives, the cache first
+    supervisions: Sequence[Taught]  # of each teacher, the cache first
     outputs: Any  # of the student
     captured: Captured | None  # its attention, where a term is on it
     layers: TaughtLayers  # those that are taught
@@ -211,7 +211,7 @@ class Forward:
     _shares: dict[Counter, Tensor] = field(default_factory=dict)
 
     def learn(self, read: Callable[[Taught], _T | None], lacking: str) -> list[_T]:
-        """What each teacher gives of something; where none does, ``argument-value`` with this text."""
+        """The targets of each teacher that has them; where none does, ``argument-value`` with this text."""
         targets = [target for supervision in self.supervisions if (target := read(supervision)) is not None]
         if not targets:
             raise ShdError("argument-value", lacking)

@@ -1,4 +1,4 @@
-"""Embeddings of texts: a loss for ``SentenceTransformerTrainer``, and what an evaluation compares."""
+"""Embeddings of texts: a loss for ``SentenceTransformerTrainer``, and the pairs that an evaluation compares."""
 
 from __future__ import annotations
 

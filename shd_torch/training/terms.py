@@ -71,7 +71,7 @@ DECODER_KINDS: Final = ("decoder", "cross")
 class Measured(NamedTuple):
     """Losses whose sum is a term on a micro-batch, before its weight."""
 
-    losses: Mapping[str, Tensor]  # by what their logged names end in
+    losses: Mapping[str, Tensor]  # by the end of their logged names
     counter: Counter  # of the rows that each is a mean over
 
 
@@ -116,7 +116,7 @@ class Term(ABC):
 TokenGroups: TypeAlias = Tensor | Mapping[int, Tensor]
 """Which of the student's tokens each of the teacher's is part of, see ``layer_kls``."""
 Groups: TypeAlias = TokenGroups | Callable[[Any], TokenGroups]
-"""The same, or what makes it of the student's outputs."""
+"""The same, or a function that makes it of the student's outputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +240,7 @@ class HiddenTerm(Term):
         weight: as of ``KdTerm``.
         distance: ``"mse"``, ``"cosine"`` or ``"normalized_mse"``.
         projectors: from the student's width to the teacher's, modules by student number; None creates a linear layer
-            per pair with different widths. They are trained with the student, and saved in a file of their own.
+            per pair with different widths. They are trained with the student, and saved in their own file.
 
     Raises:
         ShdError: ``argument-value``, ``layers-invalid``.
@@ -342,7 +342,7 @@ class EmbeddingTerm(Term):
         check_option("distance", self.distance, OF_EMBEDDINGS)
 
     def check_cache(self, joined: CacheJoin, *, has_teacher: bool) -> None:
-        """The cache must hold embeddings, also beside a live teacher, which gives none."""
+        """The cache must have embeddings, also where a live teacher is given, which has none."""
         rule, got = f"have embeddings in {joined.cache.folder}", "none: precompute with --embeddings"
         is_held = joined.cache.manifest.embeddings is not None
         need(is_held, "cache-mismatch", "embedding", rule, got, spec_id="CACHE-181")
@@ -391,10 +391,10 @@ def check_targets(argument: str, of_argument: float | None, temperature: float |
 
 
 PROJECTORS_FILE: Final = "hidden_projectors.safetensors"
-"""In a checkpoint's folder, beside the student."""
+"""In a checkpoint's folder, next to the student."""
 
 EMBEDDING: Final = -1
-"""The number of the projector of embeddings, beside those of hidden states from 0 on."""
+"""The number of the projector of embeddings; those of hidden states count from 0."""
 
 
 class Projectors(nn.Module):

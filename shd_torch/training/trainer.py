@@ -58,7 +58,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     and keys are captured during training. A student that returns no loss, because it has no head or its batches no
     labels, is trained with the terms only; its ``eval_loss`` is then their weighted sum, which needs live teachers or
     a ``SupervisedDataset`` for evaluation too. Checkpoints and everything else are the base class's: a checkpoint
-    contains only the student, with the terms' projectors in a file of their own. Ranks and accumulated batches with
+    contains only the student, with the terms' projectors in their own file. Ranks and accumulated batches with
     different numbers of rows add up to the whole batch (``batch_share``), for each term by its counted rows. At the
     end of a ``SupervisedStream``, samples that do not fill a step are dropped.
 
@@ -66,7 +66,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     ``shd_loss`` (nats, before beta), ``shd_loss_layer_<i>``, ``beta`` (of the last micro-batch) and
     ``clipped_alphas`` (share of merge weights outside [0, 1]); ``kd_loss`` (before its weight) and ``kd_weight``;
     ``hidden_loss``, ``hidden_loss_layer_<i>`` and ``hidden_weight``; ``embedding_loss`` and ``embedding_weight``; and
-    ``wait_seconds`` (per step, for data). Where evaluation measures the terms (a student without a loss of its own),
+    ``wait_seconds`` (per step, for data). Where evaluation measures the terms (a student that returns no loss),
     that on embeddings logs ``eval_spearman`` and ``eval_neighbours`` of ``compare_embeddings``, of the student's own
     embeddings of at most 2048 texts on each rank, the first ones.
 
@@ -172,7 +172,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             need(fits, "cache-mismatch", name, f"{rule} was made for", of_student, remedy=remedy, spec_id="CACHE-104")
 
     def _check_recipe(self, recipe: Recipe, kd: KdTerm | None) -> None:
-        """Refuse what would be a second base loss, or a second term on logits."""
+        """Refuse a second base loss, and a second term on logits."""
         names = ("kd", "compute_loss_func", "label_smoothing_factor")
         for name, value in zip(names, (kd, self.compute_loss_func, self.label_smoother), strict=True):
             rule = f"be left out where recipe={recipe.name!r} says what the loss is"
@@ -388,7 +388,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
     def _own_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> tuple[Tensor | None, Any]:
         """The student's own loss, None where it returns none, and its outputs."""
         if self._has_own_loss(inputs):
-            # The base class takes the labels out of what it is given.
+            # The base class removes the labels from its argument.
             base, outputs = super().compute_loss(model, inputs, True, num_items)
             return base, outputs
         outputs = model(**{name: value for name, value in inputs.items() if not name.startswith("label")})
@@ -464,7 +464,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
 
     @property
     def _has_decoder(self) -> bool:
-        """Whether the student's logits are a decoder's, beside an encoder."""
+        """Whether the student's logits are those of an encoder-decoder's decoder."""
         return bool(getattr(getattr(self._student, "config", None), "is_encoder_decoder", False))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
