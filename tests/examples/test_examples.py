@@ -138,32 +138,6 @@ def expected(script: str) -> str:
     return text.rsplit("\n\n", 1)[1].strip()
 
 
-@pytest.mark.nightly
-def test_indexer_on_a_real_model(
-    shared_data: Path, run_apart: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """stories260K, in the place of the made teacher, loses less than .05 nats with 16 of 128 keys."""
-    from support.shrink.stories import load_llama
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    source, folder = shared_data / "stories260K", run_apart()
-    load_llama(source / "stories260K.bin").save_pretrained(folder / "teacher")
-    tokenizer = Tokenizer(models.WordLevel({str(n) if n else "<pad>": n for n in range(512)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder / "teacher")
-    tokens = np.load(source / "self_sampled_1024x256_uint16.npy")[:, :128].tolist()
-    for name, rows in (("train.jsonl", tokens[:768]), ("test.jsonl", tokens[768:])):
-        lines = [json.dumps({"text": " ".join(map(str, row))}) for row in rows]
-        (folder / name).write_text("\n".join(lines), encoding="utf-8")
-    _, *preparation, last = commands("indexer.py")
-    run_apart(*(line.replace("0,1,2,3", "0,1,2,3,4") for line in preparation))
-    run_apart(f"{last} --top-k 16 --steps 100")
-    printed = capsys.readouterr().out
-    dense, drawn, _, trained = map(float, re.findall(r"(?:keys|the warm-up|after training) ([\d.]+)", printed))
-    assert trained < dense + 0.05 < drawn - 1.0
-
-
 @pytest.fixture
 def without_ray() -> Iterator[None]:
     """Ends the cluster that an example started."""

@@ -32,15 +32,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def two_heads(**changes: Any) -> dict[str, Any]:
-    inputs = {
-        "teacher_probs": np.array([[[[1.0, 0.0]], [[0.0, 1.0]]]], dtype=np.float32),
-        "value_outputs": np.array([[[[1.0], [0.0]], [[3.0], [0.0]]]], dtype=np.float32),
-        "num_student_heads": 1,
-    }
-    return {**inputs, **changes}
-
-
 # --- mistakes ---------------------------------------------------------------------------------------------------
 
 

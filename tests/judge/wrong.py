@@ -109,7 +109,7 @@ _FORGOTTEN: list[tuple[str, str, tuple[str, ...]]] = [
     ("indexer_target", "segments", ("outside",)),
     ("indexer_loss", "reduction", ("segments", "loss_mask")),
     ("indexer_loss", "restriction", ("groups", "outside")),
-    ("diagnose", "query_mask", ("plan",)),
+    ("diagnose", "query_mask", ()),
     ("align_tokens", "columns", ("rows", "query_mask")),
     ("pool_tokens", "column_groups", ("row_groups", "query_mask")),
     ("gram_tensor", "query_mask", ("row_sums",)),
@@ -130,7 +130,7 @@ def forgetful(operation: str, option: str, others: tuple[str, ...]) -> Function:
 
 
 for _operation, _option, _others in _FORGOTTEN:
-    _name = f"{_operation}: {_option} is forgotten with {' and '.join(_others)}"
+    _name = f"{_operation}: {_option} is forgotten with {' and '.join(_others) or 'anything'}"
     WRONG[_name] = _operation, "float64", forgetful(_operation, _option, _others)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shd_ref.attention import ROW_SUMS, check_temperature
-from shd_ref.errors import ShdError, argument_value
+from shd_ref.errors import ShdError
 from shd_ref.integers import check_option
 from shd_ref.merging.alpha import ALPHA_RULES
 from shd_ref.merging.mixing import ALPHA_FROM, STRATEGIES, check_teacher, compose_mixing
@@ -28,9 +28,6 @@ from shd_ref.teacher.rewrite.function import (
 )
 from shd_ref.teacher.session import open_session
 
-BACKENDS: Final[tuple[str, ...]] = ("onnxruntime", "onnx.reference")
-"""What may run the graphs: onnxruntime on the CPU, or ONNX's own reference evaluator."""
-
 GRAPH_DTYPES: Final[dict[str, int]] = {
     "float32": FLOAT,
     "float16": onnx.TensorProto.FLOAT16,
@@ -38,6 +35,7 @@ GRAPH_DTYPES: Final[dict[str, int]] = {
 }
 """What a teacher's maps may be; the function itself computes in float32."""
 
+_OPSET: Final = 18
 _IR_VERSION: Final = 8  # the first with model-local functions, for backends of any age
 _Run: TypeAlias = Callable[[dict[str, NDArray[Any]]], dict[str, NDArray[Any]]]
 
@@ -48,10 +46,6 @@ class GraphCall:
 
     rule: MergeRule
     feeds: dict[str, NDArray[Any]]
-
-    def build_model(self, *, dtype: str = "float32", opset: int = 18) -> onnx.ModelProto:
-        """The model, see ``build_bare_model``."""
-        return build_bare_model(self.rule, dtype=dtype, masked="query_mask" in self.feeds, opset=opset)
 
 
 def make_call(
@@ -93,12 +87,10 @@ class OnnxAdapter:
     onnxruntime. Models are built once for each set of options, number of heads and width.
 
     Args:
-        backend: one of ``BACKENDS``; ``argument-value`` for another.
+        backend: onnxruntime on the CPU, or ONNX's own evaluator, ``onnx.reference``.
     """
 
     def __init__(self, backend: str = "onnxruntime") -> None:
-        if backend not in BACKENDS:
-            raise argument_value(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
         self.backend = backend
         self._runs: dict[tuple[Any, ...], _Run] = {}
 
@@ -114,9 +106,10 @@ class OnnxAdapter:
 
     def _squeeze_heads(self, dtype: str, **inputs: Any) -> dict[str, Any]:
         call = make_call(**inputs)
-        key = call.rule, "query_mask" in call.feeds, dtype  # a model's batch size and lengths are free
+        masked = "query_mask" in call.feeds
+        key = call.rule, masked, dtype  # a model's batch size and lengths are free
         if key not in self._runs:
-            model, is_runtime = call.build_model(dtype=dtype), self.backend == "onnxruntime"
+            model, is_runtime = build_model(call.rule, dtype, masked=masked), self.backend == "onnxruntime"
             session = open_session(model, num_threads=1) if is_runtime else onnx.reference.ReferenceEvaluator(model)
             names = [output.name for output in model.graph.output]
             self._runs[key] = lambda feeds: dict(zip(names, session.run(names, feeds), strict=True))
@@ -171,11 +164,9 @@ def _stack(first: ArrayLike, second: ArrayLike) -> NDArray[Any]:
     return np.stack(arrays, axis=1)
 
 
-def build_bare_model(
-    rule: MergeRule, *, dtype: str = "float32", masked: bool = False, opset: int = 18
-) -> onnx.ModelProto:
+def build_model(rule: MergeRule, dtype: str, *, masked: bool) -> onnx.ModelProto:
     """A model from ``teacher_probs``, ``value_outputs`` and perhaps ``query_mask`` to what the function gives."""
-    body = Body("", opset)
+    body = Body("", _OPSET)
     maps, values = (body.op("Cast", name, to=GRAPH_DTYPES[dtype]) for name in ("teacher_probs", "value_outputs"))
     rows = body.op("Cast", "query_mask", to=FLOAT) if masked else every_row(body, maps)
     inputs = [maps]
@@ -183,12 +174,23 @@ def build_bare_model(
         # The value outputs are given: V = X, read through an identity for every head.
         identities = np.tile(np.eye(rule.d_v), (rule.num_heads, 1))
         inputs += [values, rows, *(body.weight(gram) for gram in gram_matrices(rule, identities))]
-    function = squeeze_function(rule, opset)
+    function = squeeze_function(rule, _OPSET)
     results = body.call(rule, lambda: function, inputs)
     body.output(results["merged"], "probs", FLOAT, rank=4)
     for name in ("alphas", "degenerate") if rule.solves else ():
         body.output(results[name], name, FLOAT if name == "alphas" else onnx.TensorProto.BOOL, rank=None)
-    return _assemble(body, function, masked)
+    kinds = {"teacher_probs": (FLOAT, 4), "value_outputs": (FLOAT, 4)}
+    if masked:
+        kinds["query_mask"] = (onnx.TensorProto.BOOL, 2)
+    graph_inputs = [
+        onnx.helper.make_tensor_value_info(name, elem_type, [None] * rank)
+        for name, (elem_type, rank) in kinds.items()
+    ]
+    graph = onnx.helper.make_graph(body.nodes, function.name, graph_inputs, body.outputs, body.initializers)
+    opsets = [onnx.helper.make_opsetid("", body.opset), onnx.helper.make_opsetid(FUNCTION_DOMAIN, 1)]
+    return onnx.helper.make_model(
+        graph, functions=[function], opset_imports=opsets, ir_version=_IR_VERSION, producer_name="squeezing-heads"
+    )
 
 
 def _answer(call: GraphCall, found: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
@@ -216,18 +218,3 @@ def _answer(call: GraphCall, found: Mapping[str, NDArray[Any]]) -> dict[str, Any
         "num_degenerate": int(found["degenerate"].sum()) if rule.solves else 0,
         "plan": rule.rounds,
     }
-
-
-def _assemble(body: Body, function: onnx.FunctionProto, masked: bool) -> onnx.ModelProto:
-    kinds = {"teacher_probs": (FLOAT, 4), "value_outputs": (FLOAT, 4)}
-    if masked:
-        kinds["query_mask"] = (onnx.TensorProto.BOOL, 2)
-    inputs = [
-        onnx.helper.make_tensor_value_info(name, elem_type, [None] * rank)
-        for name, (elem_type, rank) in kinds.items()
-    ]
-    graph = onnx.helper.make_graph(body.nodes, function.name, inputs, body.outputs, body.initializers)
-    opsets = [onnx.helper.make_opsetid("", body.opset), onnx.helper.make_opsetid(FUNCTION_DOMAIN, 1)]
-    return onnx.helper.make_model(
-        graph, functions=[function], opset_imports=opsets, ir_version=_IR_VERSION, producer_name="squeezing-heads"
-    )

@@ -82,20 +82,14 @@ FAULTS: dict[str, dict[str, Fault]] = {
     "maps": {
         "key": say("argument-value", key="../../../etc/passwd"),
         "length zero": say("argument-shape", length=0),
-        "length beyond the map": say("argument-shape", length=LENGTH + 1),
         "padding in front": say("argument-shape", first=1),
-        "shapes": say("argument-shape", shapes=((1, 1), (1, 1))),
-        "positions of a decoder": say("argument-shape", decoder=2),
         "a layer too few": part("argument-shape", "L02", lambda codes: None),
         "a part too many": part("argument-shape", "logits", lambda _: np.zeros((LENGTH, 3), np.uint8)),
-        "not square": part("argument-shape", "L01", lambda codes: codes[:, :-1]),
         "a head too many": part("argument-shape", "L01", lambda codes: np.repeat(codes, 2, axis=0)),
         "mass on padding": part("support-mismatch", "L01", _mass_on_padding),
         "code type": part("argument-dtype", "L01", lambda codes: codes.astype(np.int32)),
-        "alphas shape": part("argument-shape", "alphas", lambda _: np.zeros((2, 3), np.float32)),
         "alphas not finite": part("not-finite", "alphas", lambda _: np.full((2, 2), np.nan, np.float32)),
         "mixing shape": part("argument-shape", "mixing", lambda _: np.zeros((2, 4, 2), np.float32)),
-        "mixing not finite": part("not-finite", "mixing", lambda _: np.full((2, 2, 4), np.inf, np.float32)),
     },
     "causal": {"mass above the diagonal": part("support-mismatch", "L01", np.ones_like)},
     "own shapes": {
@@ -122,7 +116,6 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "not a number": part("not-finite", "H11", lambda codes: np.full_like(codes, 255)),
         "negative step": part("argument-value", "H11", lambda c: c | np.array([0, 0, 0, 128] + [0] * 7, np.uint8)),
         "a code of -128": part("argument-value", "H11", lambda c: np.hstack((c[:, :-1], c[:, -1:] * 0 + 128))),
-        "another layer": part("argument-shape", "H05", lambda _: np.zeros((LENGTH, 8), np.uint8)),
     },
     "seeds": {f"seed {seed}": say("argument-value", seed=seed) for seed in (None, -1, 2**53)},
     "alone": {f"first {first}": say("argument-shape", first=first) for first in (-1, 2**40, 9)}

@@ -3,7 +3,6 @@
 import contextlib
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,13 @@ from support.makers import (
     NARROW,
     TOPK,
     VOCABULARY,
-    errors_of,
     job,
     key_of,
-    records_of,
 )
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheWriter, Logits, SampleRecord
+from shd_ref.cache import Logits, SampleRecord
 from shd_ref.cache.codecs.logits import pick_classes
 
 """The sum over the rest is made in single precision where logits are no better; it is stored in binary16."""
@@ -203,16 +200,6 @@ def put_half(codes: NDArray[np.uint8], value: float, place: int = 0) -> NDArray[
     changed = codes.copy()
     changed[0, place : place + 2] = np.array([value], "<f2").view(np.uint8)
     return changed
-
-
-def test_rows_without_a_form_and_errors_of_other_forms_are_refused(tmp_path: Path) -> None:
-    with_logits, without = job(logits=TOPK), job()
-    writer = CacheWriter(tmp_path / "without", without)
-    with pytest.raises(ShdError, match="as the manifest's forms"):
-        writer.write_shard(0, records_of(with_logits, 0), errors_of(without))
-    for manifest, errors in ((with_logits, errors_of(without)), (without, errors_of(with_logits))):
-        with pytest.raises(ShdError, match=r"errors must have the members .* as the manifest's forms"):
-            CacheWriter(tmp_path / manifest.id[:8], manifest).write_shard(0, records_of(manifest, 0), errors)
 
 
 @pytest.mark.parametrize("codec", ["topk", "narrow", "float16"])

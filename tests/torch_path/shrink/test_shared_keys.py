@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.refusals import refusal
 from support.shrink.models import logits_of, make_data, make_teacher
 
 from shd_torch.shrink import shrink
@@ -101,8 +100,3 @@ def test_query_heads_merge_too(options: dict[str, int], case: str) -> None:
     cases = [layer["case"] for layer in shrink(teacher, data, **options).report["layers"]]
     assert set(cases) <= {"turned", "rotary"}
     assert case in cases
-
-
-def test_families_without_grouped_heads_are_refused_by_name() -> None:
-    with refusal("argument-value", "gpt2"):
-        shrink(make_teacher("gpt2"), make_data("gpt2"), kv_heads=2)
