@@ -62,7 +62,7 @@ def intersect(teacher: Tensor, may_attend: Tensor) -> IntersectedMaps:
 
 
 def rescale_rows(rows: Tensor, mass: Tensor, dropped: Tensor) -> Tensor:
-    """The remaining entries of each row ``(..., S)``, scaled to its former mass; unless none was dropped."""
+    """The remaining entries of each row ``(..., S)`` at its former mass; a row that lost nothing as it was."""
     sums = rows.sum(-1, keepdim=True)
     # Divided first: the quotient of two tiny numbers is not tiny, and its reciprocal would overflow.
     scaled = rows / sums.masked_fill(sums == 0, 1.0) * mass[..., None]

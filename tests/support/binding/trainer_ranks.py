@@ -13,7 +13,7 @@ from support.binding.trainer_cases import make_model, make_samples, make_trainer
 
 RANKS = 2
 BATCH = 4  # samples of a step, however many processes make it
-WAYS = ("whole", "uneven", "live", "stream-accumulated")
+WAYS = ("uneven", "live", "stream-accumulated")
 WAYS += ("terms-accumulated",)  # on logits and, through projectors, on hidden states
 
 
