@@ -190,17 +190,13 @@ def raise_in_many_words(images: Tensor) -> Tensor:
     raise RuntimeError("first line\nsecond line\n" + "third line " * 100)
 
 
-def test_failed_exports_leave_nothing(tmp_path: Path) -> None:
-    model = Fails(lambda images: images.reshape(2, 3).softmax(-1))  # has no free batch
-    with refusal("export-failed", r"must (be traced|accept)"):
-        export_teacher(model, torch.randn(2, 3), tmp_path / "teacher.onnx")
-    assert list(tmp_path.iterdir()) == []
-    assert model.training
-
-
 @pytest.mark.parametrize(
     ("function", "stage"),
     [
+        (
+            lambda images: images.reshape(2, 3).softmax(-1),
+            r"Fails must (be traced|accept).*; got ",
+        ),  # of no free batch
         (raise_in_many_words, r"Fails must run on the example inputs .*; got RuntimeError: first line: "),
         (lambda x: x if x.sum() > 0 else -x, r"Fails must be traced by torch\.export; got "),
         (torch.special.bessel_j0, r"Fails must be converted to ONNX; got "),
@@ -213,7 +209,8 @@ def test_a_failed_export_is_one_sentence(
     """By the model, the stage and the first line of the cause, with nothing printed beside it."""
     capfd.readouterr()
     with refusal("export-failed", stage + r".*take a model whose attention is plain") as caught:
-        export_teacher(Fails(function), torch.randn(2, 3), tmp_path / "teacher.onnx")
+        export_teacher(model := Fails(function), torch.randn(2, 3), tmp_path / "teacher.onnx")
+    assert model.training
     message = str(caught.value)
     assert not {"\n", "\x1b"} & set(message)
     assert len(message) < 700

@@ -20,6 +20,15 @@ def hf_model(name: str, attn_implementation: str = "sdpa", **changes: Any) -> An
     )
 
 
+def sharpen(model: Any, names: tuple[str, ...], factor: float = 20.0) -> Any:
+    """The model with some parameters multiplied, so that its maps are not nearly uniform."""
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if any(part in name for part in names):
+                value *= factor
+    return model
+
+
 class PlainBlock(nn.Module):
     """Pre-norm attention on scaled_dot_product_attention, and an MLP."""
 

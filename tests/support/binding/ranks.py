@@ -18,7 +18,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this PyTorch has no gloo, by which ranks on the CPU speak", allow_module_level=True)
 
 SAMPLES, LENGTH, HEADS, LAYERS = 4, 9, 2, 2
-WAYS = ("ddp", "ddp-accumulated", "fsdp2")
+WAYS = ("ddp", "fsdp2")
 LENGTHS = (9, 4, 6, 2)  # the ranks hold different numbers of rows
 WHITENINGS = ("biased", "unbiased", "none")
 
@@ -101,10 +101,10 @@ def make_rewards() -> tuple[Tensor, Tensor]:
 
 
 def train(rank: int, ranks: int, way: str) -> dict[str, Tensor]:
-    """One step as DDP or FSDP2, in two micro-batches where the way says so: whole parameters, mean loss."""
+    """One step as DDP, in two micro-batches, or as FSDP2, in one: whole parameters, mean loss."""
     student = make_student()
     mine = list(range(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks))
-    parts = [[index] for index in mine] if way == "ddp-accumulated" else [mine]
+    parts = [[index] for index in mine] if way == "ddp" else [mine]
     model: Any
     if way == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh

@@ -14,6 +14,7 @@ import transformers
 from shd_ref.teacher import PrecomputeOptions, RunOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import OnlineTeacher, SHDTrainer
+from support.binding.models import sharpen
 from support.exported_models import trace
 
 LENGTHS = (12, 7, 9, 12, 3, 12, 5, 8)
@@ -24,12 +25,7 @@ def make_model(heads: int, seed: int, layers: int = 2, width: int = 16, vocabula
     sizes = {"hidden_size": width, "intermediate_size": 24, "num_hidden_layers": layers, "vocab_size": vocabulary}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 16}
     config = transformers.LlamaConfig(pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                value *= 20  # maps that are not nearly uniform
-    return model
+    return sharpen(transformers.LlamaForCausalLM(config), ("q_proj", "k_proj"))
 
 
 def make_samples() -> list[dict[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from support.binding.models import sharpen
 from support.exported_models import trace
 from support.refusals import refusal
 from torch.utils.data import DataLoader
@@ -52,15 +53,6 @@ def make_bart(heads: int, layers: int, seed: int) -> Any:
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
     config = transformers.BartConfig(**sizes, **tokens, forced_eos_token_id=None, dropout=0.0)
     return sharpen(transformers.BartForConditionalGeneration(config), ("q_proj.weight", "k_proj.weight"), 12.0)
-
-
-def sharpen(model: Any, names: tuple[str, ...], factor: float) -> Any:
-    """Maps that are not nearly uniform."""
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if name.endswith(names):
-                value *= factor
-    return model
 
 
 MAKERS = {"t5": make_t5, "bart": make_bart}

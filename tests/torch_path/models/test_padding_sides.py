@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.binding.architectures import make_inputs
-from support.binding.models import hf_model
+from support.binding.models import hf_model, sharpen
 from support.exported_models import trace
 from torch import Tensor
 
@@ -42,12 +42,7 @@ def samples_of(data: Arrays) -> list[dict[str, Tensor]]:
 
 
 def teacher_of(name: str) -> Any:
-    teacher = hf_model(name, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter_name, parameter in teacher.named_parameters():
-            if any(part in parameter_name for part in ("query.weight", "key.weight", "q_proj", "k_proj")):
-                parameter.mul_(20)  # maps that are far from uniform
-    return teacher
+    return sharpen(hf_model(name, attn_implementation="eager"), ("query.weight", "key.weight", "q_proj", "k_proj"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.binding.models import PlainBlock
+from support.binding.models import PlainBlock, sharpen
 from support.binding.trainer_cases import make_model, make_trainer, trained
 from support.exported_models import trace
 from support.refusals import refusal
@@ -32,11 +32,7 @@ def make_vit(heads: int, patch: int, seed: int) -> Any:
         "num_channels": 1,
     }
     config = transformers.ViTConfig(**sizes, num_attention_heads=heads, patch_size=patch, num_labels=3)
-    model = transformers.ViTForImageClassification(config)
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value *= 20 if "query" in name or "key" in name else 1  # maps that are not nearly uniform
-    return model.eval()
+    return sharpen(transformers.ViTForImageClassification(config), ("query", "key")).eval()
 
 
 @pytest.fixture(scope="module")

@@ -46,16 +46,6 @@ def test_advantages_are_whitened_over_all_ranks(by_two_ranks: Path) -> None:
         torch.testing.assert_close(torch.cat([part[whitening] for part in parts]), whole)
 
 
-@pytest.mark.parametrize("parts", [[[0], [1], [2], [3]], [[0, 1, 2], [3]]])
-def test_micro_batches_are_the_batch(parts: list[list[int]]) -> None:
-    student = make_student()
-    optimizer = torch.optim.SGD(student.parameters(), 0.1)
-    loss = accumulate(student, parts, ranks=1)
-    optimizer.step()
-    for name, expected in one_process().items():
-        torch.testing.assert_close({"loss": loss, **student.state_dict()}[name], expected, rtol=1e-5, atol=1e-6)
-
-
 def test_shares() -> None:
     assert batch_share(5) == 1.0
     assert batch_share(torch.tensor(3), num_rows_in_all=12) == 0.25
