@@ -15,11 +15,6 @@ KILLS = 6
 MANIFEST = interrupted_job(NUM_SAMPLES)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cache(tmp_path_factory.mktemp("undisturbed"), MANIFEST)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "kills"), [("one-sequence", KILLS), ("decoder", 2)])
 def test_killed_writers_resume(tmp_path: Path, kind: str, kills: int) -> None:

@@ -55,7 +55,6 @@ from shd_torch.shrink.unfinished import Unfinished  # noqa: E402
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "compress.md").read_text(encoding="utf-8")
 SPACE = Space(3, heads=(4, 2, NONE), neurons=(8, 4), keeps_first=False, head_dim=2)
 OPTIONS = CompressOptions(mb=(0.045,), batch=(1,), length=(8,), minutes=0.01, candidates=2, go_on=True)
-OPTIONS_OF_TWO = CompressOptions(faster=(2.0, 8.0), batch=(1,))
 KILLS = 25
 MEGABYTES = {"vit": 0.035, "decoder": 0.039, "sentences": 0.0405, "classifier": 0.045}
 """Of students of the teachers below; times of such small models are noise."""
@@ -213,47 +212,43 @@ def test_tokens_without_a_mask_all_count(tmp_path: Path) -> None:
     assert row["attention_mask"].tolist() == [1, 1, 1, 1]
 
 
-def test_each_target_gets_the_learning_rate_that_suits_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "best"),
+    [
+        ({RATES[1]: 0.9, RATES[2]: 0.8, RATES[3]: 1.0}, RATES[1]),
+        ({RATES[1]: 0.6, RATES[2]: 0.7, RATES[3]: 0.8}, RATES[3]),
+    ],
+)
+def test_a_target_gets_the_learning_rate_that_suits_it(
+    qualities: tuple[float, ...], best: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The best after short trainings of its first candidate, until neighbours are worse; none that diverges.
 
     Kept layers have a rate of their own, and as many steps as the best candidate.
     """
-    kept = 3
-    values = {
-        "2x": {RATES[1]: 0.9, RATES[2]: 0.8, RATES[3]: 1.0},
-        "8x": {RATES[1]: 0.6, RATES[2]: 0.7, RATES[3]: 0.8},
-    }
-    tries = {"2x": RATES[:3], "8x": RATES}
-    trained = []
+    kept, trained, values = 3, [], dict(zip(RATES[1:], qualities, strict=True))
 
     def train_short(run: Any, wish: Any, row: Any, config: TrainingConfig) -> dict[str, float]:
-        trained.append((wish.name, row["number"], config.learning_rate, config.steps))
+        trained.append((row["number"], config.learning_rate, config.steps))
         if row["number"] == kept:
             return {"value": 0.1 * RATES.index(config.learning_rate) - 1, "steps": config.steps}
-        if config.learning_rate not in values[wish.name]:
+        if config.learning_rate not in values:
             raise ShdError("not-finite", "a model must give finite outputs; got NaN or infinity")
-        return {"value": values[wish.name][config.learning_rate] - row["number"], "steps": config.steps}
+        return {"value": values[config.learning_rate] - row["number"], "steps": config.steps}
 
     monkeypatch.setattr(students, "_train_short", train_short)
     monkeypatch.setattr(students, "_make", lambda *_: SimpleNamespace(student=None))
-    made = {"options": OPTIONS, "search": Search(), "judge": lambda use: None, "find": lambda name, make: {}}
-    run: Any = SimpleNamespace(**made)
+    run: Any = SimpleNamespace(options=OPTIONS, search=Search(), judge=lambda use: None, find=lambda name, make: {})
     config = TrainingConfig([], tmp_path, 0, 0, half=False, learning_rate=RATES[1])
-    for wish, best in zip(OPTIONS_OF_TWO.wishes([8.0, 1.0]), (RATES[1], RATES[3]), strict=True):
-        rows = [{"keeps_layers": number == kept} for number in range(4)]
-        tried, chosen = students.compare(run, wish, rows, config)
-        assert (len(tried), chosen["number"], chosen["learning_rate"]) == (4, 0, best)
-        rates = [(wish.name, 0, rate, 100) for rate in tries[wish.name]]
-        rates += [(wish.name, kept, rate, 100) for rate in RATES]
-        assert [trained.pop(0) for _ in rates] == rates
-        # All after 100 steps, the better half after 300, kept layers as well.
-        runs = [(0, 100), (1, 100), (2, 100), (kept, 100), (0, 300), (1, 300), (kept, 300)]
-        wanted = [(wish.name, number, RATES[3] if number == kept else best, steps) for number, steps in runs]
-        assert trained == wanted
-        trained.clear()
+    (wish,) = OPTIONS.wishes([8.0, 1.0])
+    tried, chosen = students.compare(run, wish, [{"keeps_layers": number == kept} for number in range(4)], config)
+    assert (len(tried), chosen["number"], chosen["learning_rate"]) == (4, 0, best)
+    # All after 100 steps, the better half after 300, kept layers as well.
+    runs = [(0, 100), (1, 100), (2, 100), (kept, 100), (0, 300), (1, 300), (kept, 300)]
+    assert trained[-7:] == [(number, RATES[3] if number == kept else best, steps) for number, steps in runs]
+    assert {steps for _, _, steps in trained[:-7]} == {100}
     run.options = replace(OPTIONS, learning_rate=RATES[2])
     assert students.compare(run, wish, [{"keeps_layers": False}], config)[1]["learning_rate"] == RATES[2]
-    assert {rate for _, _, rate, _ in trained} == {RATES[2]}
 
 
 def test_every_second_text_is_also_a_crop() -> None:
