@@ -212,13 +212,7 @@ def test_tokens_without_a_mask_all_count(tmp_path: Path) -> None:
     assert row["attention_mask"].tolist() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("values", "best"),
-    [
-        ({RATES[1]: 0.9, RATES[2]: 0.8, RATES[3]: 1.0}, RATES[1]),
-        ({RATES[1]: 0.6, RATES[2]: 0.7, RATES[3]: 0.8}, RATES[3]),
-    ],
-)
+@pytest.mark.parametrize(("qualities", "best"), [((0.9, 0.8, 1.0), RATES[1]), ((0.6, 0.7, 0.8), RATES[3])])
 def test_a_target_gets_the_learning_rate_that_suits_it(
     qualities: tuple[float, ...], best: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
