@@ -14,7 +14,7 @@ from shd_ref.teacher import PrecomputeOptions, RunOptions, find_kinds, find_site
 from shd_ref.teacher.precompute.engine import precompute
 from shd_torch import export_teacher
 
-pytestmark = pytest.mark.slow  # torch.export takes seconds to start
+pytestmark = pytest.mark.nightly  # test_encoder_decoders.py has the kinds of attention in every run
 
 HEADS = 4
 LENGTHS = (9, 5, 7, 4)
