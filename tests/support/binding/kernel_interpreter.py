@@ -83,15 +83,6 @@ def call_loss(
     return {name: value.detach().double().cpu().numpy() for name, value in results.items()} | {"choice": choice}
 
 
-def call_reason(*dtypes: str) -> str | None:
-    """What keeps the kernels from serving these dtypes."""
-    import torch
-
-    from shd_torch.kernels import unsupported_reason
-
-    return unsupported_reason(*(torch.zeros(1, 1, 2, 4, dtype=getattr(torch, dtype)) for dtype in dtypes))
-
-
 def _prepare() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     # NumPy, which interprets, says so where a logarithm of zero is meant to be -inf.

@@ -92,14 +92,14 @@ def test_head_and_states_make_the_models_logits(tmp_path: Path, name: str, expor
         np.testing.assert_allclose(made, expected[record.index, : record.length], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("codec", ["float16", "int8"])
 def test_codecs_stay_within_their_bounds(llama: tuple[Any, Path], tmp_path: Path, codec: str) -> None:
     model, graph = llama
     precompute(graph, arrays(), tmp_path / "cache", replace(ALONE, hidden_codec=codec), RUN)
     reader = CacheReader(tmp_path / "cache")
     form, head = reader.manifest.exact, reader.read_head()
     assert form is not None
-    assert form.row_sizes == ({"float32": 64, "float16": 32, "int8": 20}[codec],)
+    assert form.row_sizes == ({"float16": 32, "int8": 20}[codec],)
     with torch.no_grad():
         exact = model.model(**tokens()).last_hidden_state.numpy()
     widest = np.abs(head.weight).sum(axis=-1).max()
@@ -133,19 +133,24 @@ def test_classes_that_pad_the_vocabulary_are_left_out(llama: tuple[Any, Path], t
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "gone", "other"])
-def test_another_head_is_refused(llama: tuple[Any, Path], tmp_path: Path, harm: str) -> None:
+def test_another_head_is_refused(llama: tuple[Any, Path], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     precompute(llama[1], arrays(), cache, ALONE, RUN)
     path = cache / "teacher_head.safetensors"
     whole = path.read_bytes()
-    changed = {"flip": whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "cut": whole[:-1], "other": whole[::-1]}
-    path.unlink() if harm == "gone" else path.write_bytes(changed[harm])
-    code = "cache-incomplete" if harm in ("cut", "gone") else "cache-corrupt"
-    with refusal(code) as refused:
+    flipped = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+    for harmed, code in (
+        (flipped, "cache-corrupt"),
+        (whole[::-1], "cache-corrupt"),
+        (whole[:-1], "cache-incomplete"),
+    ):
+        path.write_bytes(harmed)
+        with refusal(code, "teacher_head.safetensors"):
+            CacheReader(cache).read_head()
+        assert [problem.code for problem in verify_cache(cache).problems] == [code]
+    path.unlink()
+    with refusal("cache-incomplete", "teacher_head.safetensors"):
         CacheReader(cache).read_head()
-    assert "teacher_head.safetensors" in str(refused.value)
-    assert [problem.code for problem in verify_cache(cache).problems] == [code]
     precompute(llama[1], arrays(), cache, ALONE, RUN)  # writes it again
     assert verify_cache(cache).ok
     assert path.read_bytes() == whole

@@ -67,18 +67,6 @@ def test_makes_the_maps_of_the_reference(
         batch.supervise(longest - 1)
 
 
-def test_every_temperature_is_right(tmp_path: Path) -> None:
-    reader = convex(tmp_path, codec="float16")
-    (first, _) = batch_of(reader, (4,)).supervise()
-    queries, keys = (
-        torch.from_numpy(part)[None] for part in reader.manifest.attention.decode_factors(reader.read(key_of(4)), 1)
-    )
-    maps = (FACTORS[0].scale * queries @ keys.repeat_interleave(2, 1).mT / 3.0).softmax(-1)
-    torch.testing.assert_close(
-        first.probs(temperature=3.0), (first.mixing[:, :, :, None, None] * maps[:, None]).sum(2)
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_decoders_with_windows_and_padding_in_front(tmp_path: Path) -> None:

@@ -10,14 +10,6 @@ from shd_torch import SupervisedDataset
 from shd_torch.training.batch import SupervisedCollator
 
 
-def test_samples_that_change_after_joining_stop_the_training(trainer_cache: Path, tmp_path: Path) -> None:
-    samples = make_samples()
-    trainer = make_trainer(tmp_path, train=SupervisedDataset(samples, trainer_cache), beta=0.3)
-    samples.reverse()
-    with refusal("inputs-invalid", "its record"):
-        trainer.train()
-
-
 def test_what_is_refused(trainer_cache: Path, tmp_path: Path) -> None:
     with refusal("argument-value", "OnlineTeacher; got neither"):
         make_trainer(tmp_path, train=make_samples(), beta=0.1)
