@@ -7,7 +7,6 @@ pre-training text a cache will do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +153,7 @@ def minillm_advantages(
 def minillm_policy(
     student_logits: Tensor,
     teacher_logits: Tensor,
-    rollout: Rollout | Mapping[str, Any],
+    rollout: Rollout,
     *,
     clip: float = 0.2,
     discount: float = 0.95,
@@ -172,7 +171,7 @@ def minillm_policy(
     Args:
         student_logits: of the student that learns, on the rows of the rollout ``(B, R, V)``.
         teacher_logits: u ``(B, R, V)``.
-        rollout: as ``minillm_rollout`` gives it, or its fields by name; or rows of them.
+        rollout: as ``minillm_rollout`` gives it, or rows of it.
         clip: c, at least 0.
         discount: as in ``minillm_advantages``.
         whitening: as in ``minillm_advantages``.
@@ -183,7 +182,6 @@ def minillm_policy(
         The terms ``policy`` (1) and ``reverse_kl`` (b).
     """
     clip, weight = check_weight("clip", clip), check_weight("reverse_kl_weight", reverse_kl_weight)
-    rollout = Rollout(**rollout) if isinstance(rollout, Mapping) else rollout
     ids, counted = _check_text(student_logits, teacher_logits, rollout.tokens, rollout.mask, check)
     advantages = minillm_advantages(rollout.rewards, counted, discount=discount, whitening=whitening, check=check)
     log_probs = _token_log_probs(student_logits, ids, counted)

@@ -151,7 +151,7 @@ class KdTerm(Term):
 
     Attributes:
         weight: a number of at least 0, or a function of progress in [0, 1] such as ``BetaSchedule``.
-        temperature, divergence, mixing, t_squared, vocab_size: as for ``kd_loss``.
+        temperature, divergence, mixing, vocab_size: as for ``kd_loss``.
         rows: which rows count: ``"positions"`` of the attention mask, those whose label counts (``"labels"``), or
             those whose next label counts (``"next_labels"``, as in causal language modelling). For a classifier,
             whose logits have no position axis, every sample counts.
@@ -169,7 +169,6 @@ class KdTerm(Term):
     temperature: float | None = None
     divergence: str = "kl"
     mixing: float = 0.5
-    t_squared: bool = True
     rows: str = "positions"
     vocab_size: int | None = None
     exact: bool = False
@@ -216,7 +215,7 @@ class KdTerm(Term):
 
     def loss(self, targets: Sequence[Any], logits: Tensor, *, loss_mask: Tensor | None, check: bool) -> Tensor:
         """The mean over counted rows of logits ``(B, L, V)`` or ``(B, V)``, and over ``targets``, one per teacher."""
-        names = ("divergence", "mixing", "temperature", "t_squared", "vocab_size")
+        names = ("divergence", "mixing", "temperature", "vocab_size")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         losses = [kd_loss(target, logits, loss_mask=loss_mask, check=check, **options) for target in targets]
         return sum(losses[1:], losses[0]) / len(losses)
@@ -239,8 +238,8 @@ class HiddenTerm(Term):
             of block k; each of the student's at most once.
         weight: as of ``KdTerm``.
         distance: ``"mse"``, ``"cosine"`` or ``"normalized_mse"``.
-        projectors: from the student's width to the teacher's, modules by student number; None creates a linear layer
-            per pair with different widths. They are trained with the student, and saved in their own file.
+
+    A pair of different widths gets a linear layer, which is trained with the student and saved in its own file.
 
     Raises:
         ShdError: ``argument-value``, ``layers-invalid``.
@@ -253,7 +252,6 @@ class HiddenTerm(Term):
     pairs: Sequence[tuple[int, int]] = ()
     weight: Weight = 1.0
     distance: str = "mse"
-    projectors: Mapping[int, nn.Module] | None = None
 
     def __post_init__(self) -> None:
         read_weight(self.weight)
@@ -282,9 +280,7 @@ class HiddenTerm(Term):
     def make_projectors(
         self, student_width: int | None, manifest: Manifest | None, teacher_width: int | None
     ) -> Mapping[int, nn.Module]:
-        """The term's own modules, or a linear layer for each pair of different widths, as far as they are known."""
-        if self.projectors is not None:
-            return self.projectors
+        """A linear layer for each pair of different widths, as far as they are known."""
         stored = None if manifest is None else manifest.hidden
         widths = {} if stored is None else {layer.layer: layer.width for layer in stored.layers}
         widths |= {} if teacher_width is None else dict.fromkeys(self.teacher_layers, teacher_width)

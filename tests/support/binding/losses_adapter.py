@@ -24,6 +24,8 @@ class LossesAdapter(Adapter):
         """The function of that name, or the gradient of one; ``vitkd`` by a module that is given the parameters."""
         if isinstance(arguments.get("targets"), Mapping):
             arguments["targets"] = kd.TopkTargets(**arguments["targets"])
+        if "rollout" in arguments:
+            arguments["rollout"] = recipes.Rollout(**arguments["rollout"])
         if operation == "vitkd":
             return _vitkd(**arguments)
         name = operation.removesuffix("_gradient")
