@@ -280,7 +280,7 @@ class _Verification:
             with suppress(FileNotFoundError), self._noting(name):
                 size = self.storage.size(name)
                 if not (name in known or name in HUB_NAMES or (name == LOCK_NAME and not size)):
-                    message = "no receipt knows this file: a writer died or is at work, or it is foreign"
+                    message = "no receipt names this file: a writer died or is at work, or it is foreign"
                     raise ShdError("cache-corrupt", message)
 
     def _list_names(self, folder: str = "") -> list[str]:

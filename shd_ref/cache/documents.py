@@ -134,7 +134,7 @@ ON_ERROR: Final = ("stop", "skip")
 
 @dataclass(frozen=True, kw_only=True)
 class _Members:
-    """Of a manifest beside its forms."""
+    """Of a manifest, without its forms."""
 
     spec_version: str  # of the specification
     created_by: str  # name and version of the package

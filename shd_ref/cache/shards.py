@@ -34,7 +34,7 @@ from shd_ref.cache.storage.storage import (
 from shd_ref.errors import ShdError
 
 Bytes: TypeAlias = NDArray[np.uint8]
-_ALIGNMENT: Final = 8  # what safetensors asks of a header's end, and more than float32 needs
+_ALIGNMENT: Final = 8  # what safetensors requires of a header's end, and more than float32 needs
 _PIECE_BYTES: Final = 2**23  # of a file at once: hashing is as fast as with more, and memory stays small
 
 

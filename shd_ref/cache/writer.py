@@ -74,7 +74,7 @@ class CacheWriter:
         with write_errors(self.folder):
             self.storage.prepare()
             self.storage.create(MANIFEST_NAME, manifest.to_bytes())
-        # Read back: of two jobs that start together, one created the manifest, and the other must not go on.
+        # Read back: of two jobs that start together, one created the manifest, and the other must stop.
         stored = Manifest.read(self.storage)
         if stored.id != manifest.id:
             differences = "; ".join(stored.differences(manifest))

@@ -269,8 +269,8 @@ def low_rank_heads(
         moment: mean of ``[x, 1]^T [x, 1]`` over calibration rows ``(D + 1, D + 1)``.
         key_moment: mean of ``(x - m)^T (x - m)`` with m the mean row of each sample ``(D, D)``: the softmax ignores
             what is the same for every key. Not used with rotary positions.
-        slow: with rotary positions, one boolean a rotated pair (i, i + pairs): whether it barely turns over the
-            lengths that occur.
+        slow: with rotary positions, one boolean a rotated pair (i, i + pairs): whether it barely rotates over
+            the lengths that occur.
         ridge: see ``RIDGE``.
 
     Returns:
@@ -320,11 +320,11 @@ def _with_bias(matrix: Array, bias: Array | None) -> Array:
 def _fill_rotary(
     query: Array, key: Array, queries: Array, keys: Array, c: Array, groups: Sequence[Sequence[int]], slow: Mask
 ) -> None:
-    """Rank one for each turning pair in complex numbers, real factors for what does not turn."""
+    """Rank one for each rotated pair in complex numbers, real factors for entries that do not rotate."""
     first, second = np.arange(len(slow)), np.arange(len(slow), 2 * len(slow))
     for i, j in zip(first[~slow], second[~slow], strict=True):
-        turning, facing = (vectors[..., [i]] + 1j * vectors[..., [j]] for vectors in (queries, keys))
-        left, right = _factor_groups(turning, facing, c, groups, 1)
+        lefts, rights = (vectors[..., [i]] + 1j * vectors[..., [j]] for vectors in (queries, keys))
+        left, right = _factor_groups(lefts, rights, c, groups, 1)
         query[..., i], query[..., j] = left[..., 0].real, left[..., 0].imag
         key[..., i], key[..., j] = right[..., 0].real, right[..., 0].imag
     still = np.concatenate([first[slow], second[slow], np.arange(2 * len(first), queries.shape[2])])
@@ -359,11 +359,11 @@ def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> 
     count = min(rank, len(singular))
     half = np.sqrt(singular[:count])
     right = basis @ v[:count].conj().T
-    turn = leading_phases(right)
-    rows = np.split(u[:, :count] * (turn * half), np.cumsum([len(matrix) for matrix in cores])[:-1])
+    scale = half * leading_phases(right)
+    rows = np.split(u[:, :count] * scale, np.cumsum([len(matrix) for matrix in cores])[:-1])
     left = np.stack([side @ matrix for (side, _), matrix in zip(sides, rows, strict=True)])
     missing = rank - count
-    return np.pad(left, ((0, 0), (0, 0), (0, missing))), np.pad(right * (turn * half), ((0, 0), (0, missing)))
+    return np.pad(left, ((0, 0), (0, 0), (0, missing))), np.pad(right * scale, ((0, 0), (0, missing)))
 
 
 def leading_phases(vectors: Forms) -> Forms:

@@ -50,9 +50,9 @@ def principal_axes(moment: Array, width: int, norm: str = "rms") -> Array:
 
     Source: SliceGPT's rotation (arXiv 2401.15024), with one rotation for all layers.
     """
-    turn = np.eye(len(moment)) if norm == "rms" else _zero_mean_axes(len(moment))
-    values, vectors = np.linalg.eigh(turn.T @ ((moment + moment.T) / 2) @ turn)
-    vectors = turn @ vectors[:, np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]]
+    subspace = np.eye(len(moment)) if norm == "rms" else _zero_mean_axes(len(moment))
+    values, vectors = np.linalg.eigh(subspace.T @ ((moment + moment.T) / 2) @ subspace)
+    vectors = subspace @ vectors[:, np.argsort(-values, kind="stable")[: width if norm == "rms" else width - 1]]
     basis: Array = vectors * np.real(leading_phases(vectors))
     return basis if norm == "rms" else basis @ _zero_mean_axes(width).T
 

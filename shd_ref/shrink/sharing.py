@@ -1,10 +1,11 @@
-"""Fewer key and value heads under query heads that stay: turned towards each other, averaged, then refined.
+"""Fewer key and value heads under query heads that stay: rotated towards each other, averaged, then refined.
 
-Turns change nothing that an attention gives: one of a value head is undone in W_O, one of a key head in the queries
-that read it. With rotary positions only an angle for each rotated pair commutes with them; where queries and keys are
-normed with a scale for each entry, an angle only on pairs of equal scales, else a sign. A group's heads are turned by
-generalised orthogonal Procrustes under the inputs' moment, so heads that are equal, or turns of each other, merge
-without any error. Others are averaged, and what a calibration saw refines the average (``share_heads``).
+Rotations, any orthogonal matrices here, change nothing that an attention gives: one of a value head is undone in W_O,
+one of a key head in the queries that read it. With rotary positions only an angle for each rotated pair commutes with
+them; where queries and keys are normed with a scale for each entry, an angle only on pairs of equal scales, else a
+sign. A group's heads are rotated by generalised orthogonal Procrustes under the inputs' moment, so heads that are
+equal, or rotations of each other, merge without any error. Others are averaged, and what a calibration saw refines
+the average (``share_heads``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shd_ref.shrink.heads import RIDGE, Forms, HeadMerge, HeadWeights, moment_ro
 from shd_ref.tolerances import tie_width
 
 SWEEPS = 30
-"""Over the heads of a group, each turned towards the sum of the others."""
+"""Over the heads of a group, each rotated towards the sum of the others."""
 ROUNDS = 4
 """Of alternating least squares; more fit the model of the error better than the error itself."""
 STEPS = 12
@@ -38,7 +39,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class SeenGroup:
-    """Second moments for the query heads of a group of turned keys and values, summed over calibration rows.
+    """Second moments for the query heads of a group of rotated keys and values, summed over calibration rows.
 
     A logit is ``sum_g b_g f_g`` with ``f_g`` the products of the entries of a query and of member g's key: for each
     rotated pair, as complex numbers, the real and the negative imaginary part of ``conj(q) k``, then other entries.
@@ -58,7 +59,7 @@ def group_heads(weights: HeadWeights, merge: HeadMerge, num_kv_heads: int) -> li
     return groups
 
 
-def find_turns(
+def find_rotations(
     weights: HeadWeights, groups: Sequence[Group], moment: Array, pairs: int, free: Mask | None = None
 ) -> tuple[Array, Array]:
     """Orthogonal changes of basis that bring the keys, and the values, of each group together.
@@ -71,49 +72,51 @@ def find_turns(
         free: where queries and keys are normed, one boolean a pair: whether any angle commutes with their scales.
 
     Returns:
-        Turns of keys ``(M, d, d)`` and of values ``(M, d_v, d_v)``, for the members of all groups, group by group.
+        Rotations of keys ``(M, d, d)`` and of values ``(M, d_v, d_v)``, of the members of all groups in order.
     """
     root, _ = moment_roots(moment, RIDGE)
     keys, values = (root @ _rows(weights, name) for name in ("key", "value"))
     members_of = [list(group.members) for group in groups]
-    turns = [_turn_keys(keys[members], pairs, free) for members in members_of]
-    return np.concatenate(turns), np.concatenate([_turn_frames(values[members]) for members in members_of])
+    of_keys = [_rotate_keys(keys[members], pairs, free) for members in members_of]
+    return np.concatenate(of_keys), np.concatenate([_rotate_frames(values[members]) for members in members_of])
 
 
-def turn_heads(weights: HeadWeights, groups: Sequence[Group], turns: tuple[Array, Array]) -> HeadWeights:
-    """The same attention with keys and values turned, and queries and W_O with them.
+def rotate_heads(weights: HeadWeights, groups: Sequence[Group], rotations: tuple[Array, Array]) -> HeadWeights:
+    """The same attention with keys and values rotated, and queries and W_O with them.
 
     It has a key and value head for each member of each group, group by group; query heads, in the teacher's order,
     read the one of their ``homes``.
     """
     members = [member for group in groups for member in group.members]
-    key, value = (_rows(weights, name)[members] @ turn for name, turn in zip(("key", "value"), turns, strict=True))
+    key, value = (
+        _rows(weights, name)[members] @ matrices for name, matrices in zip(("key", "value"), rotations, strict=True)
+    )
     query, output, start = _rows(weights, "query"), weights.output.copy(), 0
     for group in groups:
         for head, home in zip(group.heads, group.homes, strict=True):
-            query[head] = query[head] @ turns[0][start + home]
-            output[head] = turns[1][start + home].T @ output[head]
+            query[head] = query[head] @ rotations[0][start + home]
+            output[head] = rotations[1][start + home].T @ output[head]
         start += len(group.members)
     return _with_rows(weights, query, key, value, output)
 
 
 def share_heads(
-    turned: HeadWeights,
+    rotated: HeadWeights,
     groups: Sequence[Group],
     pairs: int,
     seen: Sequence[SeenGroup] | None = None,
     *,
     normed: bool = False,
 ) -> tuple[HeadWeights, bool]:
-    """One key and value head for each group of ``turn_heads``, and whether that is exact.
+    """One key and value head for each group of ``rotate_heads``, and whether that is exact.
 
     Keys become ``sum_g a_g k_g`` and the queries of head t ``c_t q_t``, with a number for each entry, complex for a
     rotated pair. From the average, ``seen`` refines both by alternating least squares, for the least variance of the
     logits' error under each head's own map. Values become ``sum_g v_g B_g`` and W_O follows, for the least error of
     what each head gives. Without ``seen``, and where keys are ``normed``, the average stays, of keys of equal length.
     """
-    query, output, start, is_exact = _rows(turned, "query"), turned.output.copy(), 0, True
-    keys, values, merged = _rows(turned, "key"), _rows(turned, "value"), []
+    query, output, start, is_exact = _rows(rotated, "query"), rotated.output.copy(), 0, True
+    keys, values, merged = _rows(rotated, "key"), _rows(rotated, "value"), []
     for number, group in enumerate(groups):
         size, readers = len(group.members), list(group.heads)
         key, value = keys[start : start + size], values[start : start + size]
@@ -136,7 +139,7 @@ def share_heads(
         mixes = (key, key_mix), (value, value_mix)
         merged.append([np.concatenate(list(rows), axis=1) @ mix for rows, mix in mixes])
     shared_key, shared_value = (np.stack(heads) for heads in zip(*merged, strict=True))
-    return _with_rows(turned, query, shared_key, shared_value, output), is_exact
+    return _with_rows(rotated, query, shared_key, shared_value, output), is_exact
 
 
 def _rows(weights: HeadWeights, name: str) -> Array:
@@ -159,33 +162,35 @@ def _is_equal(members: Array) -> bool:
     return bool(np.linalg.norm(members - members.mean(axis=0)) <= tie_width() * np.linalg.norm(members))
 
 
-def _turn_keys(sides: Array, pairs: int, free: Mask | None) -> Array:
-    """For keys ``(G, rows, d)`` the turns ``(G, d, d)`` that commute with positions, and with norms."""
-    turns = np.tile(np.eye(sides.shape[2]), (len(sides), 1, 1))
+def _rotate_keys(sides: Array, pairs: int, free: Mask | None) -> Array:
+    """For keys ``(G, rows, d)`` the rotations ``(G, d, d)`` that commute with positions, and with norms."""
+    rotations = np.tile(np.eye(sides.shape[2]), (len(sides), 1, 1))
     for i, j in zip(range(pairs), range(pairs, 2 * pairs), strict=True):
         parts = sides[..., [i]], sides[..., [j]]
-        # A complex column turns by an angle. Where only signs commute, both entries make one real column, which turns
-        # by 1 or -1.
+        # A complex column is rotated by an angle. Where only signs commute, both entries make one real column, which
+        # is multiplied by 1 or -1.
         column = parts[0] + 1j * parts[1] if free is None or free[i] else np.concatenate(parts, axis=1)
-        angle = _turn_frames(column)[:, 0, 0]
-        turns[:, i, i] = turns[:, j, j] = angle.real
-        turns[:, i, j], turns[:, j, i] = angle.imag, -angle.imag
+        angle = _rotate_frames(column)[:, 0, 0]
+        rotations[:, i, i] = rotations[:, j, j] = angle.real
+        rotations[:, i, j], rotations[:, j, i] = angle.imag, -angle.imag
     if free is None and sides.shape[2] > 2 * pairs:
-        turns[:, 2 * pairs :, 2 * pairs :] = _turn_frames(sides[..., 2 * pairs :])
-    return turns
+        rotations[:, 2 * pairs :, 2 * pairs :] = _rotate_frames(sides[..., 2 * pairs :])
+    return rotations
 
 
-def _turn_frames(sides: Forms) -> Forms:
-    """Orthogonal, or unitary, turns ``(G, n, n)`` that bring sides ``(G, rows, n)`` together (Procrustes).
+def _rotate_frames(sides: Forms) -> Forms:
+    """Orthogonal, or unitary, rotations ``(G, n, n)`` that bring sides ``(G, rows, n)`` together (Procrustes).
 
-    From each side turned to the first, which is the answer for two of them and where all are turns of one.
+    From each side rotated to the first, which is the answer for two of them and where all are rotations of one.
     """
     gram = np.tensordot(sides.conj(), sides, (1, 1)).swapaxes(1, 2)  # (G, G, n, n)
-    turns = np.stack([_polar(gram[at, 0]) for at in range(len(sides))])
+    members = range(len(sides))
+    rotations = np.stack([_polar(gram[member, 0]) for member in members])
     for _ in range(SWEEPS if len(sides) > 2 else 0):
-        for at in range(len(sides)):
-            turns[at] = _polar(sum(gram[at, other] @ turns[other] for other in range(len(sides)) if other != at))
-    return turns
+        for member in members:
+            others = (gram[member, other] @ rotations[other] for other in members if other != member)
+            rotations[member] = _polar(sum(others))
+    return rotations
 
 
 def _polar(matrix: Any) -> Forms:

@@ -1,9 +1,9 @@
-"""From a teacher and a wish, such as "four times faster", to a student that is deployed; ``run.py`` is the way in.
+"""From a teacher and a target, such as "four times faster", to a student that is deployed; ``run.py`` comes first.
 
-``samples.py`` reads and divides the data; ``task.py`` knows what the model is for, by ``measures.py``, and
-``faithful.py`` that its own library agrees. ``stages.py`` divides the minutes and keeps what is finished.
-``search.py`` chooses students in ``space.py``, ``students.py`` makes and trains them, ``static.py`` fits a table to
-compare them with, and ``handover.py`` writes the best.
+``samples.py`` reads and divides the data; ``task.py`` holds what a kind of model is judged by, ``measures.py`` its
+figures; ``faithful.py`` compares the teacher with its own library. ``stages.py`` divides the minutes and keeps what
+is finished. ``search.py`` chooses students in ``space.py``, ``students.py`` makes and trains them, ``static.py`` fits
+a table to compare them with, and ``handover.py`` writes the best.
 """
 
 from importlib import import_module

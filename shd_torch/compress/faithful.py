@@ -112,4 +112,4 @@ def _tokenise(
         batch = tokenizer(*columns, padding=tokenizer.pad_token is not None, **truncation)
         names = [name for name in batch if name in inspect.signature(model.forward).parameters]
         count = len(batch["input_ids"])
-        yield pad([{name: np.array(batch[name][at]) for name in names} for at in range(count)])
+        yield pad([{name: np.array(batch[name][row]) for name in names} for row in range(count)])

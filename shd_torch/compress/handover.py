@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shd_ref.cache.storage.drafts import drafting
-from shd_torch.compress.stages import STATIC, TEACHER, TEACHER_INT8, count_bytes
+from shd_torch.compress.stages import STATIC, TEACHER, TEACHER_INT8
 from shd_torch.compress.task import Judge, Task, graph_run
+from shd_torch.deploy.int8 import count_bytes
 from shd_torch.shrink.folders import copy_readers
 
 

@@ -38,8 +38,8 @@ def compare_orders(teacher: Tensor, student: Tensor, queries: Tensor) -> dict[st
     1 for its own. No unit or zero of the scores matters.
     """
     kendall, ndcg = [], []
-    for at in _of_queries(queries):
-        expected, scores = teacher[at].double(), student[at]
+    for rows in _rows_of_queries(queries):
+        expected, scores = teacher[rows].double(), student[rows]
         signs = torch.sign(expected[:, None] - expected)
         if bool(signs.any()):
             kendall.append(float((signs * torch.sign(scores[:, None] - scores)).sum() / signs.abs().sum()))
@@ -62,11 +62,11 @@ def rank_relevant(scores: Tensor, is_relevant: Tensor, queries: Tensor) -> dict[
     Otherwise a model that gives every text one score would rank as the file does.
     """
     precisions, firsts = [], []
-    for at in _of_queries(queries):
-        worst_first = at[is_relevant[at].int().argsort(stable=True)]
+    for rows in _rows_of_queries(queries):
+        worst_first = rows[is_relevant[rows].int().argsort(stable=True)]
         ranked = worst_first[scores[worst_first].argsort(descending=True, stable=True)]
         places = is_relevant[ranked].nonzero()[:, 0] + 1
-        if 0 < len(places) < len(at):
+        if 0 < len(places) < len(rows):
             precisions.append(float((torch.arange(1, len(places) + 1) / places).mean()))
             firsts.append(1 / int(places[0]))
     return {"map": _mean(precisions), "mrr": _mean(firsts)} if precisions else {}
@@ -86,7 +86,7 @@ def compare_labels(teacher: Tensor, student: Tensor) -> dict[str, float]:
     return {"kappa": kappa, "worst": worst, "agreement": float(equal.mean())}
 
 
-def _of_queries(queries: Tensor) -> Iterator[Tensor]:
+def _rows_of_queries(queries: Tensor) -> Iterator[Tensor]:
     return ((queries == number).nonzero()[:, 0] for number in torch.unique(queries))
 
 
@@ -118,7 +118,7 @@ class Labelled:
 
     def restore(self, summary: Tensor) -> Tensor:
         """What ``batches`` of the rows gave, in the order of the rows."""
-        order = sorted(range(len(self.rows)), key=lambda at: length_of(self.rows[at]))
+        order = sorted(range(len(self.rows)), key=lambda row: length_of(self.rows[row]))
         return torch.empty_like(summary).index_copy(0, torch.tensor(order), summary)
 
     def numbers(self, count: int) -> Tensor:

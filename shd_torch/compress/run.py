@@ -57,7 +57,7 @@ def compress(
         data: texts, pairs of texts or arrays without labels, in any file that ``shd precompute`` reads, or a .npy;
             of several files the page has the quality by file.
         options: what is wanted.
-        out: a new folder. Finished stages are kept next to it in ``.NAME.part``; a killed run goes on there.
+        out: a new folder. Finished stages are kept next to it in ``.NAME.part``; a killed run resumes there.
         held_out: other data to judge on, with labels or without; default: a tenth of the data, at most 500 samples.
         progress: called with steps that are done, all steps, and what is done now.
         command: the words that repeat this, for the page.

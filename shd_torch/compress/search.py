@@ -396,7 +396,7 @@ def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[
 def _ladder(space: Space, costs: Costs) -> list[list[float]]:
     """Limits from the teacher as it would be deployed to the fastest student."""
     slow, fast = costs.teacher_int8 or costs.teacher, costs.predict(_smallest(space), space)
-    shares = [(at + 1) / (_SPEEDS + 1) for at in range(_SPEEDS)]
+    shares = [step / (_SPEEDS + 1) for step in range(1, _SPEEDS + 1)]
     return [
         [*(a ** (1 - share) * b**share for a, b in zip(slow[:-1], fast[:-1], strict=True)), math.inf]
         for share in shares

@@ -10,7 +10,7 @@ from shd_torch.shrink.families import Family
 from shd_torch.shrink.sizes import Sizes
 
 FRACTIONS: Final = (0.75, 0.5, 0.25)
-"""Of a layer's heads and neurons, the sizes that are tried beside all and none."""
+"""Of a layer's heads and neurons, the sizes that are tried besides all and none."""
 
 NONE: Final = 0
 """In place of a number of heads: no attention; in place of a number of neurons: one linear map."""

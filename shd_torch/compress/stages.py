@@ -17,7 +17,7 @@ from shd_torch.compress.options import CompressOptions
 from shd_torch.compress.samples import BATCH, LEAST, Row, Samples, collate, inputs_of, length_of
 from shd_torch.compress.space import FRACTIONS, Space, find_space
 from shd_torch.compress.task import Decoder, Judge, SentenceEncoder, check_causal, find_task, model_run
-from shd_torch.deploy import quantize_graph
+from shd_torch.deploy.int8 import count_bytes, quantize_graph
 from shd_torch.deploy.timing import Turns, find_busy, median_runs, take_turns
 from shd_torch.export import example_inputs, export_student
 from shd_torch.shrink.families import family_of
@@ -74,7 +74,7 @@ class Search:
 
 
 def _searches() -> Iterator[Search]:
-    """From the widest to the one that takes least; what tells least for its time goes first."""
+    """From the widest to the one that takes least; what is least informative for its time goes first."""
     search = Search()
     yield search
     for change in (
@@ -286,7 +286,7 @@ class Run:
         if piece is None:
             self.keeper.put(name, {}, make(), files)
             self.keeper.put("spent", {}, self.spent)
-            piece = self.keeper.require(name)  # also now as a run that goes on gets it
+            piece = self.keeper.require(name)  # as a resumed run reads it, also now
         return piece[1]
 
     def judge(self, use: str, most: int | None = None) -> Judge:
@@ -345,7 +345,7 @@ class Run:
         settings: Any = {"batch": options.batch, "length": length, "threads": (options.threads,), "rounds": rounds}
         turns = take_turns(graphs, **settings, progress=self.tell("graphs are timed"))
         if (remark := find_busy((wall, processor) for _, wall, processor in median_runs(turns))) is not None:
-            self.keeper.put("busy", {}, [remark])  # also for a run that goes on
+            self.keeper.put("busy", {}, [remark])  # also for a resumed run
         return turns
 
     def price(self, graphs: Mapping[str, Path]) -> dict[str, list[float]]:
@@ -364,8 +364,3 @@ class Run:
 def in_minutes(seconds: float) -> str:
     """As people say it."""
     return f"{math.ceil(seconds)} s" if seconds < 90 else f"{round(seconds / 60)} min"
-
-
-def count_bytes(graph: Path) -> int:
-    """Of a graph with its weights, which may lie beside it."""
-    return sum(file.stat().st_size for file in graph.parent.glob(f"{graph.name}*"))

@@ -141,7 +141,7 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
     folder = run.folder / f"shrunk-{wish.name}-{number}"
 
     def make() -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it could vouch for it
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it recorded the folder
         design = Design(**{name: tuple(counts) for name, counts in row["design"].items()})
         shrink(
             str(run.teacher),
@@ -303,7 +303,7 @@ def train(
 ) -> float:
     """Train a student in place; returns the seconds of a step.
 
-    Checkpoints in ``folder`` let a killed run go on: the student is then the same as without the kill.
+    Checkpoints in ``folder`` let a killed run resume, to the same student as without the kill.
     """
     steps, embeddings = config.steps, student.get_input_embeddings()
     if task.FREEZES_EMBEDDINGS and isinstance(embeddings, nn.Embedding):

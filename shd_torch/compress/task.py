@@ -60,7 +60,7 @@ class Task(ABC):
         LABELS: columns that its labels may be in, the first that a file has.
         LOGITS: form in which the cache holds them.
         HAS_STATES: whether the cache holds the last states, which the student learns.
-        HAS_LABELS: whether the student has a loss of its own, on the text.
+        HAS_LABELS: whether the student also has a loss on the text.
         READS_PAIRS: of texts.
         FREEZES_EMBEDDINGS: of tokens: they cost a sixth of a step and change little.
     """
@@ -108,7 +108,7 @@ class Task(ABC):
         return self.own_terms() | hidden
 
     def own_terms(self) -> dict[str, Any]:
-        """Those beside the last states."""
+        """All but that of the last states."""
         return {"kd": KdTerm()}
 
 

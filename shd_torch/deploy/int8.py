@@ -30,7 +30,7 @@ class Int8Report:
 
     Attributes:
         path: the ONNX file.
-        data_path: the file of weights beside it, or None where they are inside.
+        data_path: the file of weights next to it, or None where they are inside.
         num_products: how many products have int8 weights.
         bytes_before: size of the float graph with its weights.
         bytes_after: size of the int8 graph with its weights.
@@ -78,7 +78,7 @@ def quantize_graph(
 
     Args:
         graph: an ``.onnx`` file.
-        out: where to write the new graph; weights of a large one lie beside it, as ``export_student`` writes them.
+        out: where to write the new graph; a large one has its weights in a file next to it.
         inputs: arrays of samples by name, 16 or more of the data that the graph will see: every second one gives
             ranges and means, the others, at most 64, are compared; all do both if the graph fixes their number.
             Default: random token ids and pixels; then all ranges are those of the run, and quality is lower.
@@ -102,7 +102,7 @@ def quantize_graph(
     arrays, calibration = _divide(inputs, reader)
     expected = run_graph(reader.session, arrays, source)[0]
     del reader.session  # its weights need no memory next to those that are rounded
-    model, before = ir.load(source), _size(source)
+    model, before = ir.load(source), count_bytes(source)
     sites = find_sites(model)
     need(bool(sites), "export-failed", str(source), "hold a float product with constant weights", "none")
     opset = model.opset_imports.get("", 0)
@@ -115,7 +115,7 @@ def quantize_graph(
     rewrite(model, sites)
     after = before - 3 * sum(product.rounded.size for product in products.values())
     with saving_graph(model, target, large=after > _EXTERNAL_DATA_BYTES) as (written, data_path):
-        after, session = _size(written), open_graph(written)
+        after, session = count_bytes(written), open_graph(written)
         output = run_graph(session, arrays, target)[0]
         quality = _compare(expected, output, arrays, is_logits=reader.output.endswith("logits"), name=source)
         alone = _compare_alone(session, output, arrays, reader)
@@ -195,8 +195,8 @@ def _compare(
     return len(a), cosine, float((a.argmax(-1) == b.argmax(-1)).mean()), kl
 
 
-def _size(graph: Path) -> int:
-    """Bytes of a graph with its weights."""
+def count_bytes(graph: Path) -> int:
+    """Bytes of a graph with its files of weights."""
     import onnx
 
     tensors = onnx.load(graph, load_external_data=False).graph.initializer

@@ -30,7 +30,7 @@ _PASSING: Final = ("Reshape", "Slice", "Transpose", "Squeeze", "Unsqueeze", "Fla
 _EXPONENTS: Final = tuple(round(0.1 * i, 1) for i in range(1, 11))  # SmoothQuant's alpha: how much the weights bear
 _CLIPS: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)  # shares of the data's range that a fixed one may have
 _WORTH: Final = {"norm": 0.8, "attention": 0.3, "other": 0.3}
-"""The error, as a share of the one before, at which a division pays for a ``Mul`` of its own.
+"""The error, as a share of the one before, at which a division is worth a separate ``Mul``.
 
 It takes 0.3% of the time after a norm, and four times as much in the middle of an FFN. There a share below this also
 tells values with outliers, whose range differs from text to text, from those of which one range fits all.
@@ -79,7 +79,7 @@ class Site:
     rows: Floats = field(init=False)
     low: Floats = field(init=False)
     high: Floats = field(init=False)
-    divisor: Floats | None = None  # that a Mul of its own applies
+    divisor: Floats | None = None  # that a separate Mul applies
     range: tuple[float, float] | None = None  # None: each run finds its own
 
 
@@ -198,7 +198,7 @@ def without_padding(inputs: Mapping[str, NDArray[Any]], reader: GraphInputs) -> 
     mask = inputs.get("attention_mask")
     if mask is None or mask.ndim != 2 or not mask.any():
         return dict(inputs)
-    # A decoder's inputs have a mask of their own, also where both have as many columns.
+    # A decoder's inputs have their own mask, also where both have as many columns.
     columns = {name for name in inputs if not name.startswith("decoder_")}
     if any(inputs[name].shape != mask.shape or isinstance(reader.shapes[name][1], int) for name in columns):
         return dict(inputs)

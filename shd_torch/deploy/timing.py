@@ -148,7 +148,7 @@ def take_turns(
 
 
 def compare_turns(turns: Turns, reference: str | None = None) -> list[GraphTime]:
-    """Intervals of ``LEAST_ROUNDS`` rounds or more, beside the graph ``reference``, which is the first by default."""
+    """Intervals of ``LEAST_ROUNDS`` rounds or more, compared with the graph ``reference``; default: the first."""
     times = []
     for (threads, size, tokens), by_graph in turns.items():
         base = [wall for wall, _ in by_graph[reference or next(iter(by_graph))]]

@@ -174,13 +174,13 @@ class Difference:
     remedy: str
 
 
-def compare_parts(teacher: Parts, student: Parts) -> list[Difference]:
-    """All differences of two Hugging Face models, those that block first.
+def compare_parts(teacher: Parts, student: Parts, of_tokens: Sequence[Difference] = ()) -> list[Difference]:
+    """All differences of two Hugging Face models, those that block first; those ``of_tokens`` before their equals.
 
     What hurts is what arXiv 2605.07191 found: where the teacher's attention relies on LayerScale or registers,
     students without them lose by attention transfer.
     """
-    differences: list[Difference] = []
+    differences = list(of_tokens)  # with other tokens nothing else helps
 
     def note(part: str, of_teacher: object, of_student: object, effect: str, remedy: str) -> None:
         words = ("no", "yes")[of_teacher is True], ("no", "yes")[of_student is True]
@@ -227,7 +227,7 @@ def _compare_inputs(teacher: Parts, student: Parts, note: Callable[[str, object,
         note("patches", of_teacher, of_student, HURTS if channels[0] == channels[1] else BLOCKS, remedy)
     elif teacher.specials != student.specials:
         remedy = "give the student the same, or cut merged maps with shd_torch.maps.align_tokens"
-        note("tokens beside patches", teacher.specials, student.specials, HURTS, remedy)
+        note("tokens besides patches", teacher.specials, student.specials, HURTS, remedy)
     if teacher.vocabulary != student.vocabulary and teacher.vocabulary and student.vocabulary:
         remedy = "fine for attention if both make the same tokens; KD reads the first classes (vocab_size)"
         note("vocabulary", teacher.vocabulary, student.vocabulary, NOTE, remedy)
@@ -353,10 +353,7 @@ def diagnose(
     for config in (model.config, learner.config) if data is not None else ():
         folders.check_positions(data or {}, folders.count_positions(config))
     tokens = compare_tokenizers(folder, learner.folder) if student_parts.patches is None else []
-    # A stable sort, tokenizers first: with other tokens nothing else helps.
-    differences = sorted(
-        [*tokens, *compare_parts(parts, student_parts)], key=lambda difference: EFFECTS.index(difference.effect)
-    )
+    differences = compare_parts(parts, student_parts, tokens)
     measured: dict[str, Any] = {}
     pooling = find_pooling(folder)
     if data is not None and not any(difference.effect == BLOCKS for difference in differences):

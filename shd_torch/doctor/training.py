@@ -30,15 +30,15 @@ HELD_OUT: Final = 0.2
 MOST_HELD_OUT: Final = 256
 LEAST_SAMPLES: Final = 20
 SHARES: Final = (0.01, 0.03, 0.05)
-"""How long the gradient of SHD may be at the first step beside that of all else: the ends of the range, and what a
+"""Norm of SHD's gradient at the first step relative to that of the other terms: the ends of the range, and what a
 probe takes. On digits 0.4% was too little; 10% and more was nowhere shown to do better than less (docs/doctor.md)."""
 LATER: Final = 0.1
-"""How long it may be after the warm-up, for the beta that a probe takes."""
+"""The same after the warm-up, at most, for the beta of a probe."""
 LOOKS: Final = 4
-"""Batches that are looked at."""
+"""Batches that gradients are measured on."""
 WARM_UP: Final = 100
-"""Steps before the second look. Maps of random weights are nearly even, and SHD's gradient on them is small: on
-stories260K, 8 to 4 heads, it grows twentyfold in 160 steps beside that of all else."""
+"""Steps before the second measurement. Maps of random weights are nearly even, and SHD's gradient on them is small:
+on stories260K, 8 to 4 heads, it grows twentyfold in 160 steps relative to the others."""
 
 Batch = Mapping[str, Tensor]
 Done = Callable[[int, int], None]
@@ -79,7 +79,7 @@ class BetaRange:
     All three are lower where the middle one's gradient would come to more than 10% after a short training.
 
     Attributes:
-        first, later: how long the middle one's gradient is beside that of all else, before and after the steps.
+        first, later: relative norms of the middle one's gradient, before and after the steps.
         steps: of training without SHD in between.
     """
 

@@ -78,7 +78,7 @@ class Basis:
         scale = as_array(norm.weight) + (1.0 if self.norm == "rms-plus-one" else 0.0)
         return Reading(self.axes.T, scale, None if shift is None else as_array(shift))
 
-    def turn_attention(self, reading: Reading, weights: HeadWeights) -> HeadWeights:
+    def rotate_attention(self, reading: Reading, weights: HeadWeights) -> HeadWeights:
         """An attention between the kept axes: queries, keys and values read the stream, W_o writes to it."""
         changed: dict[str, Any] = {}
         for name in ("query", "key", "value"):
@@ -184,7 +184,7 @@ def final_readers(model: Any, family: Family) -> Iterator[tuple[str, nn.Linear]]
 
 
 @torch.no_grad()
-def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, basis: Basis, last_rows: Tensor) -> None:
+def rotate_ends(teacher: nn.Module, student: nn.Module, family: Family, basis: Basis, last_rows: Tensor) -> None:
     """Embeddings, the last norm and its readers, from what that norm gave."""
     base, student_base = base_of(teacher), base_of(student)
     # The student's model multiplies by sqrt(D'), the teacher's by sqrt(D).
@@ -200,12 +200,12 @@ def turn_ends(teacher: nn.Module, student: nn.Module, family: Family, basis: Bas
         matrix, bias = read_linear(module)
         # A reader of several concatenated rows has a chunk for each.
         chunks = matrix.reshape(-1, basis.kept.shape[0], matrix.shape[1])
-        turned, shifts = zip(*(reading(chunk, None) for chunk in chunks), strict=True)
+        rotated, shifts = zip(*(reading(chunk, None) for chunk in chunks), strict=True)
         summands = [vector for vector in (bias, *shifts) if vector is not None]
         total = np.sum(summands, axis=0) if summands else None
         if target.bias is None and total is not None:
             # No place for a bias: the last norm keeps the shift that comes nearest to it through this reader.
-            shift = np.linalg.lstsq(turned[0].T, total, rcond=None)[0]
+            shift = np.linalg.lstsq(rotated[0].T, total, rcond=None)[0]
             total = None
-        write_linear(target, np.concatenate(turned), total)
+        write_linear(target, np.concatenate(rotated), total)
     basis.write_norm(find_part(student_base, family.final_norm), last_rows, shift)

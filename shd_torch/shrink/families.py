@@ -48,7 +48,7 @@ class Family:
     norm: str = "layer"  # "rms", "rms-plus-one" (the scale is stored less one) or "layer"
     # parameters that write to the stream, each with the axis of its channels
     embeddings: tuple[tuple[str, int], ...] = ()
-    rotary: str | None = None  # frequencies at which positions turn queries and keys, perhaps by kind of layer ("{}")
+    rotary: str | None = None  # frequencies by which positions rotate queries and keys, or by kind of layer ("{}")
     grouped: bool = False  # whether the configuration names key and value heads
     is_scaled: bool = True  # whether logits are scaled by a head's length
     free_head_dim: bool = True  # whether the configuration may name head_dim
@@ -451,7 +451,7 @@ def _get_part(module: Any, path: str) -> Any:
 
 
 def side_by_side(linears: Sequence[Rows]) -> Rows:
-    """Several matrices that read the same rows, as one; a bias that is missing beside others is zero."""
+    """Several matrices that read the same rows, as one; a missing bias is zero where others have one."""
     if len(linears) == 1:
         return linears[0]
     matrix = np.concatenate([matrix for matrix, _ in linears], axis=1)

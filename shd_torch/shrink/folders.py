@@ -313,7 +313,7 @@ def check_files(folder: Path, argument: str = "model") -> list[Path]:
 
 
 def _conversion(folder: Path) -> str:
-    """The command that writes the weights of a folder as safetensors beside the pickled ones."""
+    """The command that writes the weights of a folder as safetensors next to the pickled ones."""
     try:
         names = read_json(folder / "config.json")["architectures"]
     except (OSError, ValueError, KeyError, TypeError):

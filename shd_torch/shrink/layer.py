@@ -42,7 +42,7 @@ from shd_torch.shrink.sharing import share_attention
 from shd_torch.shrink.sizes import Sizes, sizes_of
 
 SLOW_ANGLE = 1.0
-"""A rotated pair that turns by less than this, in radians, over a calibration sample is slow."""
+"""A rotated pair is slow whose angle grows by less than this, in radians, over a calibration sample."""
 
 NEARER = 0.95
 """Share of the first way's error that another must stay below: errors of a layer that differ by 2% say nothing of the
@@ -51,7 +51,7 @@ whole student."""
 
 @dataclass(frozen=True, eq=False)
 class AttentionStatistics:
-    """What one layer's attention says over the whole calibration set."""
+    """Sums over the whole calibration set of what one layer's attention reads and gives."""
 
     length: int  # of the longest sample
     with_maps: bool  # whether maps were read; without them gram is zeros
@@ -63,7 +63,7 @@ class AttentionStatistics:
 
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """What one teacher layer did, batch by batch: all that the making of a student layer needs of its streams."""
+    """The streams of one teacher layer, batch by batch, from which a student layer is made."""
 
     neuron_squares: Array  # mean over counted rows of the squares of what the FFN's last matrix reads (F,)
     inputs: tuple[Tensor, ...]  # what queries, keys and values read
@@ -219,7 +219,7 @@ class Work:
     sizes: Sizes  # of the student
     options: ShrinkOptions  # of shrink
     frequencies: list[Array] | None  # of rotary positions of each teacher layer, or None
-    tell: Callable[..., None]  # gets what is done now
+    tell: Callable[..., None]  # called with the current step
     basis: Basis | None = None  # the kept axes; None where the stream keeps its width
     merge: HeadMerge | None = None  # of all layers, where they share position biases
     studies: dict[int, AttentionStatistics] | None = None  # of teacher layers, shared with other students
@@ -247,7 +247,7 @@ class Work:
     def study(
         self, source: int, streams: Sequence[Tensor], *, with_maps: bool
     ) -> tuple[HeadWeights, AttentionStatistics, LayerTrace]:
-        """A teacher layer's attention, what it says, of an earlier study if there is one, and what the layer did."""
+        """A teacher layer's attention, its statistics, of an earlier study if there is one, and its streams."""
         sizes = sizes_of(self.teacher.config, self.family).of_layer(source)
         layer = self.family.layers_of(self.teacher)[source]
         weights = self.family.read_attention(layer, sizes.heads, sizes.kv_heads)
@@ -351,7 +351,7 @@ def make_layer(
     best: tuple[dict[str, Any], list[Tensor], dict[str, Tensor]] | None = None
     for squeezed in ways:
         candidate = _Layer(work, layer, target, source, squeezed, ffn, teacher_streams, student_streams, trace)
-        candidate.copy() if work.basis is None else candidate.turn(work.basis)
+        candidate.copy() if work.basis is None else candidate.rotate(work.basis)
         result: dict[str, Any] = {} if squeezed is None else {"case": squeezed.case, "exact": squeezed.exact}
         if work.options.align:
             if family.end is not None and last is not layer:
@@ -393,7 +393,7 @@ def _squeeze_ways(
 ) -> list[Squeezed]:
     """The closed forms of a layer's attention, of which the first is taken unless another is clearly nearer.
 
-    With rotary positions heads that are turned towards each other come first where query heads share them, and those
+    With rotary positions heads that are rotated towards each other come first where query heads share them, and those
     of least rank where every query head has its own.
     """
     family, sizes = work.family, work.sizes.of_layer(number)
@@ -475,13 +475,13 @@ class _Layer:
             family.write_attention(self.target, self.squeezed.weights)
         self.ffn.write(family, self.target)
 
-    def turn(self, basis: Basis) -> None:
+    def rotate(self, basis: Basis) -> None:
         """The closed form in place on the kept axes: all that reads or writes the stream changes its basis."""
         family, batches, target, trace = self.work.family, self.work.batches, self.target, self.trace
         assert family.norms is not None  # check_ends
         readings = [basis.through(find_part(self.layer, name)) for name in family.norms]
         if self.squeezed is not None:
-            family.write_attention(target, basis.turn_attention(readings[0], self.squeezed.weights))
+            family.write_attention(target, basis.rotate_attention(readings[0], self.squeezed.weights))
             if family.query_norm is not None:
                 for name in (family.query_norm, family.query_norm.replace("q_norm", "k_norm")):
                     find_part(target, name).load_state_dict(find_part(self.layer, name).state_dict())

@@ -304,7 +304,7 @@ def build_layers(model: nn.Module, family: Family, config: Any) -> None:
         _drop_attention(layers[number], family)
     for number in dropped.activations:
         _drop_activation(layers[number], family)
-    if dropped.attention:  # a cache of keys counts the blocks that fill it, and asks the first how far it is
+    if dropped.attention:  # a cache of keys counts the blocks that fill it, and takes its length from the first
         blocks = [layer for number, layer in enumerate(layers) if number not in dropped.attention]
         for order, layer in enumerate(blocks):
             attention = find_part(layer, family.attention)

@@ -17,7 +17,7 @@ from shd_ref.cache.storage.drafts import part_folder
 from shd_ref.errors import ShdError, need
 from shd_ref.shrink.kept import kept_layers, principal_axes
 from shd_torch.checks import without_autocast
-from shd_torch.shrink.basis import Basis, check_ends, turn_ends
+from shd_torch.shrink.basis import Basis, check_ends, rotate_ends
 from shd_torch.shrink.calibration import (
     join_rows,
     read_data,
@@ -240,8 +240,8 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
         )
         work.reports.append(report)
         if saved is not None:  # the layer last: with it, its streams are there
-            streams = {f"taught.{at}": tensor for at, tensor in enumerate(teacher_streams)}
-            streams |= {f"own.{at}": tensor for at, tensor in enumerate(student_streams)}
+            streams = {f"taught.{batch}": tensor for batch, tensor in enumerate(teacher_streams)}
+            streams |= {f"own.{batch}": tensor for batch, tensor in enumerate(student_streams)}
             saved.put(f"streams-{number}", streams)
             saved.put(f"layer-{number}", work.family.layers_of(work.student)[number].state_dict(), report)
             saved.drop(f"streams-{number - 1}")
@@ -259,7 +259,8 @@ def _resume_layers(work: Work, saved: Unfinished) -> tuple[int, list[Tensor], li
             number += 1
         streams = saved.require(f"streams-{number - 1}")[0]
         teacher_streams, student_streams = (
-            [streams[f"{name}.{at}"].to(work.device) for at in range(len(work.batches))] for name in ("taught", "own")
+            [streams[f"{name}.{batch}"].to(work.device) for batch in range(len(work.batches))]
+            for name in ("taught", "own")
         )
     work.tell(f"layer {number}/{len(work.kept)} found", number - 1)
     return number, teacher_streams, student_streams
@@ -310,5 +311,5 @@ def _find_basis(work: Work, whole: Basis) -> Basis:
     kept = principal_axes(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms")
     basis = replace(whole, kept=torch.from_numpy(kept).to(work.device))
     rows = basis.normalise(join_rows(streams, work.batches))
-    turn_ends(work.teacher, work.student, family, basis, rows)
+    rotate_ends(work.teacher, work.student, family, basis, rows)
     return basis

@@ -12,12 +12,12 @@ from shd_ref.shrink.heads import HeadMerge, HeadWeights
 from shd_ref.shrink.sharing import (
     Group,
     SeenGroup,
-    find_turns,
+    find_rotations,
     fit_keys,
     fit_values,
     group_heads,
+    rotate_heads,
     share_heads,
-    turn_heads,
 )
 
 RANDOM = np.random.default_rng(3)
@@ -63,7 +63,7 @@ def test_turned_heads_are_the_same_attention(kv_heads: int, after: int, rotation
     x, groups = RANDOM.normal(size=(2, LENGTH, WIDTH)), groups_of(weights, after)
     rows = np.concatenate([x, np.ones((2, LENGTH, 1))], axis=2).reshape(-1, WIDTH + 1)
     pairs = 0 if frequencies is None else len(frequencies)
-    turned = turn_heads(weights, groups, find_turns(weights, groups, rows.T @ rows, pairs))
+    turned = rotate_heads(weights, groups, find_rotations(weights, groups, rows.T @ rows, pairs))
     causal = np.tril(np.ones((LENGTH, LENGTH), bool))
     exact = attend(x, weights, None, causal, frequencies)
     np.testing.assert_allclose(attend(x, turned, None, causal, frequencies), exact, rtol=0, atol=1e-12)
@@ -95,7 +95,7 @@ def test_turns_of_one_head_merge_without_error(
     weights, x = replace(weights, **spread), RANDOM.normal(size=(2, LENGTH, WIDTH))
     groups, rows = groups_of(weights, after), np.concatenate([x, np.ones((2, LENGTH, 1))], axis=2)
     moment = rows.reshape(-1, WIDTH + 1).T @ rows.reshape(-1, WIDTH + 1)
-    turned = turn_heads(weights, groups, find_turns(weights, groups, moment, pairs))
+    turned = rotate_heads(weights, groups, find_rotations(weights, groups, moment, pairs))
     seen = [look(group, 6) for group in groups]
     shared, exact = share_heads(turned, groups, pairs, seen)
     assert exact

@@ -172,7 +172,7 @@ def rebuild_maps(
 
 
 def row_bounds(length: int, support: str, window: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the last key ``(length,)`` that each row looks at, as at all between (CACHE-144)."""
+    """The first and the last key ``(length,)`` that each row attends to, and to all between (CACHE-144)."""
     rows = np.arange(length, dtype=np.int64)
     reach = length if window is None else min(window, length)
     low = np.maximum(rows - reach + 1, 0)
@@ -195,7 +195,7 @@ def factored_kl_bound(
     key_sums = np.abs(keys).sum(axis=-1)
     # A rounded query is longer than the query by at most d times its move.
     query_sums = np.abs(queries).sum(axis=-1) + queries.shape[-1] * moved_queries
-    if support == "causal":  # row i looks at keys 0 to i
+    if support == "causal":  # row i attends to keys 0 to i
         key_sums, moved_keys = (np.maximum.accumulate(values, axis=1) for values in (key_sums, moved_keys))
     else:
         key_sums, moved_keys = (values.max(axis=1, keepdims=True) for values in (key_sums, moved_keys))

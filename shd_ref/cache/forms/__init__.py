@@ -1,6 +1,6 @@
 """The targets that a record can hold of a sample, each a class by which the manifest describes one.
 
-``form.py`` says what a cache asks of a form. ``attention.py`` has what maps and queries with keys share, ``rows.py``
+``form.py`` has the interface of a form. ``attention.py`` has what maps and queries with keys share, ``rows.py``
 all that is rows (logits, hidden states, embeddings), ``exact.py`` last states with the teacher's head. Here they
 are listed and joined: a form from elsewhere is one class more in ``FORMS``.
 """

@@ -1,4 +1,4 @@
-"""The interface: what a cache asks of a form, and the sample that forms store."""
+"""The interface: what a cache requires of a form, and the sample that forms store."""
 
 from __future__ import annotations
 

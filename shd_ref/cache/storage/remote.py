@@ -172,7 +172,7 @@ def _open_filesystem(root: str) -> tuple[Any, str]:
     except ImportError as error:
         raise ShdError("dependency-missing", f"{root} needs a package: {error}; {remedy}") from error
     except ValueError as error:
-        message = f"a cache must be a folder or an address that fsspec knows: {error}"
+        message = f"a cache must be a folder or an address that fsspec supports: {error}"
         raise ShdError("argument-value", message) from error
     return filesystem, str(prefix).rstrip("/")
 

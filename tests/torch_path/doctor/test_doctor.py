@@ -48,7 +48,7 @@ def test_registers_are_special_tokens() -> None:
         ("llama", "bert", "direction", "hurts"),
         ("llama", "mistral", "window", "hurts"),
         ("llama", "gpt2", "positions", "hurts"),
-        ("vit", "deit", "tokens beside patches", "hurts"),
+        ("vit", "deit", "tokens besides patches", "hurts"),
         ("vit", "bert", "input", "blocks"),
     ],
 )
