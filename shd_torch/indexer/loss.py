@@ -118,6 +118,7 @@ def _run(
         counts[tile.samples, :, tile.rows] = counted
         mass = p.sum(-1, keepdim=True)
         logits = tile.scores.masked_fill(blocked_keys(support), -torch.inf)
+        # Blocked keys are -inf, and 0 times that would be NaN; 0 times any other number, as the least of p, is 0.
         log_q = logits.log_softmax(-1).clamp_(min=torch.finfo(dtype).min)
         terms = p.clamp(min=torch.finfo(dtype).tiny).log_().sub_(log_q).mul_(p).sum(-1)
         value += terms.masked_fill_(~counted, 0.0).sum()

@@ -137,6 +137,7 @@ class KdRows:
             values = m * _times_log(p, log_p - log_r).sum(-1) + _times_log(q, slope).sum(-1)
         if not wants_gradient:
             return values, None
+        # A tail without mass has a slope of -inf, and 0 times that would be NaN.
         slope = slope.masked_fill(q == 0, 0.0)
         return values, slope.sub_((q * slope).sum(-1, keepdim=True)).mul_(q)
 
@@ -207,7 +208,7 @@ def _log_softmax_(z: Tensor, temperature: float) -> Tensor:
 
 
 def _times_log(factor: Tensor, log: Tensor) -> Tensor:
-    return factor * log.masked_fill(factor == 0, 0.0)
+    return factor * log.masked_fill(factor == 0, 0.0)  # 0 times -inf would be NaN
 
 
 def _flat(value: Tensor, axes: int, device: torch.device) -> Tensor:

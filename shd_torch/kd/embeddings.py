@@ -17,7 +17,7 @@ DISTANCES: Final[tuple[str, ...]] = ("cosine", "mse", "similarity")
 
 MOST_TEXTS: Final = 2048
 """Texts that are compared with each other at once: two million pairs."""
-_LEAST_TEXTS: Final = 3
+_LEAST_TEXTS: Final = 3  # two texts are one pair, and a rank correlation needs several
 _NEIGHBOURS: Final = 10
 
 
@@ -51,7 +51,7 @@ def pool_states(states: Tensor, mask: Tensor | None, *, pooling: str = "mean", n
         pooled = wide.masked_fill(~counted, -torch.inf).amax(1).masked_fill(~counted.any(1), 0.0)
     else:
         order = counted.int() if pooling == "cls" else counted.int().flip(1)
-        first = order.argmax(1, keepdim=True)
+        first = order.argmax(1, keepdim=True)  # of equal numbers argmax gives the first
         position = first if pooling == "cls" else wide.shape[1] - 1 - first
         pooled = wide.gather(1, position.expand(-1, 1, wide.shape[2]))[:, 0]
     return unit(pooled) if normalize else pooled

@@ -111,6 +111,7 @@ def _removed_tokens(noise: Tensor, shape: tuple[int, int], part: float) -> Tenso
     """``(B, N)``, True = removed: all but the ``floor(N (1 - part))`` with the smallest noise."""
     check_real(noise, "noise", check=False)
     check_shape(noise, "noise, one number per token,", shape)
+    # Stable: of equal noise the first tokens stay, on every device.
     staying = noise.argsort(dim=1, stable=True)[:, : int(shape[1] * (1 - part))]
     return torch.ones(shape, dtype=torch.bool, device=noise.device).scatter(1, staying, False)
 

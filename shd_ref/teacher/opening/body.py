@@ -112,7 +112,10 @@ class Body:
 
 
 _MOST_STEPS: Final = 16
-"""The most operators between a softmax and the product that reads its map."""
+"""The most operators between a softmax and the product that reads its map.
+
+Without a bound every contraction of an untrusted graph would walk back over the whole of it.
+"""
 _SPARE_LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _NONE: Final = "-"
 """An axis of size 1, where an operand has no letter for a row or a column."""
