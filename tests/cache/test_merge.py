@@ -1,6 +1,5 @@
 """Shards that were made in several places become one cache, byte for byte, or are refused."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,19 +78,6 @@ def test_a_damaged_shard_is_taken_from_where_it_is_intact(tmp_path: Path) -> Non
     assert list_cache(tmp_path / "again").written == ()
 
 
-@pytest.mark.parametrize("damage", ["receipt", "gone"])
-def test_damage_that_cannot_be_repaired_is_an_error(tmp_path: Path, damage: str) -> None:
-    source = part(tmp_path / "a", list(range(NUM_SHARDS)))
-    shard, receipt = source / "shards/02/000002.safetensors", source / "receipts/000002.json"
-    if damage == "receipt":
-        flip(receipt)
-    else:
-        shard.unlink()
-    with refusal("cache-corrupt" if damage == "receipt" else "cache-incomplete", "000002"):
-        merge_caches([source], tmp_path / "out")
-    assert list_cache(tmp_path / "out").written == (0, 1)
-
-
 def test_what_cannot_be_merged(tmp_path: Path) -> None:
     source = part(tmp_path / "a", [0])
     with pytest.raises(ShdError, match="out must be none of the sources"):
@@ -125,25 +111,6 @@ def test_listing_an_unfinished_cache(tmp_path: Path) -> None:
     assert stable["bytes"]["coded"] == sum(len(record.parts[name]) for record in records for name in ("L01", "L02"))
     maps = [reader.decode(record, layer) for record in records for layer in (1, 2)]
     assert stable["bytes"]["as_float32"] == sum(array.nbytes for array in maps)
-
-
-def test_listing_names_what_is_damaged(tmp_path: Path) -> None:
-    folder = write_cache(tmp_path / "cache", job())
-    assert list_cache(folder).sealed
-    assert list_cache(folder).damaged == ()
-    flip(folder / "receipts/000001.json")
-    (folder / "shards/03/000003.safetensors").unlink()
-    flip(folder / "SEALED.json")
-    listing = list_cache(folder)
-    assert (listing.written, listing.sealed) == ((0, 2), False)
-    assert [problem.split(":")[0] for problem in listing.damaged] == [
-        "SEALED.json",
-        "receipts/000001.json",
-        "receipts/000003.json",
-    ]
-    shutil.rmtree(folder)
-    with pytest.raises(ShdError, match="is not a cache"):
-        list_cache(folder)
 
 
 def test_parts_in_an_object_store(tmp_path: Path) -> None:

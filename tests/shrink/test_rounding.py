@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from shd_ref import gram_tensor, softmax
 from shd_ref.shrink import Predictor, best_split, choose_degree
-from shd_ref.shrink.heads import HeadMerge, HeadWeights, grouped_plan, low_rank_heads
+from shd_ref.shrink.heads import HeadMerge, HeadWeights, low_rank_heads
 from shd_ref.shrink.kept import kept_scale, most_important, principal_axes
 
 RANDOM = np.random.default_rng(1)
@@ -16,18 +15,6 @@ def test_of_neurons_that_rounding_tells_apart_the_first_stay() -> None:
         noise = np.random.default_rng(seed).normal(size=7)
         scores = np.array([2.0, 1.0, 3.0, 1.0, 1.0, 0.5, 1.0]) * (1 + 1e-9 * noise)
         assert most_important(scores, 4) == (0, 1, 2, 3)
-
-
-def test_of_equal_plans_the_first_is_chosen() -> None:
-    """Three copies each of two heads, which only rounding tells apart (PLAN-9)."""
-    pytest.importorskip("networkx")
-    random = np.random.default_rng(0)
-    maps, values = softmax(2 * random.normal(size=(5, 2, 6, 6))), random.normal(size=(5, 2, 6, 3))
-    order, output = [0, 1, 0, 1, 0, 1], np.tile(random.normal(size=(6, 9)), (3, 1))
-    gram = gram_tensor(maps[:, order], values[:, order], output).sum(axis=0)
-    for seed in range(8):
-        shaken = gram * (1 + 1e-15 * np.random.default_rng(seed).normal(size=gram.shape))
-        assert grouped_plan(shaken, 3, 1) == (((0, 1), (2, 4), (3, 5)),)
 
 
 @pytest.mark.parametrize("slow", [None, np.zeros(2, bool)], ids=["plain", "rotary"])

@@ -46,11 +46,6 @@ def test_differences_name_members_and_not_whole_lists() -> None:
     assert several[-1] == "18 more"
 
 
-def test_same_job_same_id() -> None:
-    assert job().id == job().id == job(temperature=1).id
-    assert job(temperature=2.0).id != job().id
-
-
 def test_names_may_hold_any_character() -> None:
     layer = LayerPair(0, 0, 'a"b\\c\n\x7f\u00e9\U0001f40d\ud800', 4)
     manifest = job(layers=(layer,))

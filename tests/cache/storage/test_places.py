@@ -158,18 +158,6 @@ def test_a_file_in_place_of_a_folder_or_a_folder_of_a_file_is_named(folder: Path
         assert verify_cache(folder).ok, "the remedy is one"
 
 
-def test_places_below_a_file_are_refused_for_output(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"")
-    for write in (
-        lambda: CacheWriter(file, job()),
-        lambda: CacheWriter(file / "cache", job()),
-        lambda: merge_caches([folder], file / "cache"),
-    ):
-        with refusal("cache-exists", r"file must be a folder; it is a file"):
-            write()
-
-
 def test_every_tool_takes_a_cache_with_hub_files_of_any_content(tmp_path: Path) -> None:
     """And none reads or changes them (CACHE-180)."""
     manifest = job(**FORMS["topk"])

@@ -322,17 +322,6 @@ def test_labels_of_each_kind_are_compared_with_its_answers(teachers: dict[str, P
     assert grade(several, write_rows(tmp_path / "flags.jsonl", told)) == {"f1": pytest.approx(expected)}
 
 
-def test_images_have_labels_too(tmp_path: Path) -> None:
-    save_model(tmp_path, "ViTForImageClassification", image_size=8, patch_size=4)
-    pixels = np.random.default_rng(0).standard_normal((30, 3, 8, 8)).astype(np.float32)
-    with torch.no_grad():
-        classes = load_teacher(tmp_path)(torch.from_numpy(pixels)).logits.argmax(-1).numpy()
-    np.savez(
-        tmp_path / "held.npz", pixel_values=pixels, label=np.where(np.arange(30) < 6, (classes + 1) % 3, classes)
-    )
-    assert grade(tmp_path, tmp_path / "held.npz") == {"accuracy": pytest.approx(0.8)}
-
-
 @pytest.mark.parametrize(
     ("kind", "column", "values", "said"),
     [

@@ -79,7 +79,7 @@ def test_all_that_is_allowed_at_once(case: str, tmp_path: Path) -> None:
         assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3", "gpt2", "bert", "dinov2"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "bert"])
 def test_stock_students_load_with_the_auto_classes(name: str, tmp_path: Path) -> None:
     teacher, data = make_teacher(name), make_data(name)
     told: list[tuple[int, int, str]] = []
@@ -129,11 +129,9 @@ def test_sizes_that_a_configuration_can_say_stay_stock() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"), [("modernbert", {"heads": 3, "neurons": 7}), ("gpt2", BY_LAYER | {"heads": 2, "neurons": 6})]
-)
-def test_graphs_have_an_operator_for_each_attention(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    data = make_data(name)
-    student = shrink(make_teacher(name, layers=1).float(), data, **options).student
+def test_graphs_have_an_operator_for_each_attention(tmp_path: Path) -> None:
+    """Also by layer, where the configuration alone does not say the sizes."""
+    data = make_data("gpt2")
+    student = shrink(make_teacher("gpt2", layers=1).float(), data, **BY_LAYER | {"heads": 2, "neurons": 6}).student
     report = export_student(student, data, tmp_path / "student.onnx")
     assert (report.num_fused, report.num_softmax) == (1, 0)

@@ -51,6 +51,7 @@ def calibration() -> dict[str, torch.Tensor]:
 
 
 def test_embeddings_of_the_student(teacher: Path, tmp_path: Path) -> None:
+    """Its folder has the teacher's files, which sentence-transformers loads."""
     sentence_transformers = pytest.importorskip("sentence_transformers", reason="it loads the student")
     out = tmp_path / "student"
     shrink(teacher, calibration(), heads=2, layers=1, out=out)
@@ -66,11 +67,6 @@ def test_embeddings_of_the_student(teacher: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(encoder.encode(TEXTS, convert_to_tensor=True), expected, atol=1e-6, rtol=0)
     assert encoder.prompts["query"] == "w9 "
     assert encoder.max_seq_length == 5
-
-
-def test_files_are_the_teachers_own(teacher: Path, tmp_path: Path) -> None:
-    out = tmp_path / "student"
-    shrink(teacher, calibration(), heads=2, out=out)
     kept = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json")
     for name in (*kept, "2_Dense/config.json", "2_Dense/model.safetensors"):
         assert (out / name).read_bytes() == (teacher / name).read_bytes()

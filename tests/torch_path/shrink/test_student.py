@@ -1,6 +1,5 @@
 """What a run of ``shrink`` does not depend on, and students whose layers no stock configuration can express."""
 
-import json
 import os
 import subprocess
 import sys
@@ -55,14 +54,6 @@ def test_teacher_is_left_as_it_was() -> None:
     assert teacher.config._attn_implementation == implementation
     assert teacher.config.num_attention_heads == 4
     assert all(torch.equal(part, before[name]) for name, part in teacher.state_dict().items())
-
-
-def test_sizes_of_numpy_are_integers_too() -> None:
-    layers: Any = np.array([0, 2])
-    heads: Any = np.int64(2)
-    made = shrink(make_teacher("llama"), make_data("llama"), heads=heads, layers=layers, align=False)
-    assert (made.report["student"]["heads"], made.report["layer_map"]) == (2, [[0, 0], [1, 2]])
-    json.dumps(made.report)
 
 
 def test_maps_of_some_rows_at_a_time_say_what_whole_maps_say() -> None:
