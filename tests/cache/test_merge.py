@@ -76,6 +76,12 @@ def test_a_damaged_shard_is_taken_from_where_it_is_intact(tmp_path: Path) -> Non
     with refusal("cache-corrupt", r"000000\.safetensors: XXH3-128"):
         merge_caches([damaged, intact], tmp_path / "again")
     assert list_cache(tmp_path / "again").written == ()
+    flip(damaged / "receipts/000000.json")
+    with refusal("cache-corrupt", r"000000\.json"):
+        merge_caches([damaged, intact], tmp_path / "third")
+    flip(tmp_path / "out/SEALED.json")
+    (problem,) = list_cache(tmp_path / "out").damaged
+    assert problem.startswith("SEALED.json: ")
 
 
 def test_what_cannot_be_merged(tmp_path: Path) -> None:
