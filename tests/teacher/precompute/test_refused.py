@@ -32,6 +32,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("argument-value", "temperature must be", {"temperature": 0.0}, {}),
         ("argument-value", "matching.samples must be", {"plan": "matched", "calibration_samples": 2**60}, {}),
         ("argument-value", "vocab_size must go with logits", {"vocab_size": 50}, {}),
+        ("argument-value", "with_teachers must go with logits", {"with_teachers": (Path("a.onnx"),)}, {}),
         ("argument-value", "logits_temperature must go with topk", {"logits_temperature": 2.0}, {}),
         ("argument-value", "must be finite and above 0", {"logits": "topk", "logits_temperature": 0.0}, {}),
         ("argument-value", "logits_top must be at least 1", {"logits": "topk", "logits_top": 0}, {}),
