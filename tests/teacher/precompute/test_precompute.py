@@ -223,6 +223,10 @@ def test_inputs_are_cast_without_loss_and_fixed_batches_are_filled(tmp_path: Pat
     model = encoder_layer(num_heads=4)
     for value in model.graph.input:
         value.type.tensor_type.shape.dim[0].dim_value = 4
+    past = onnx.helper.make_tensor_value_info(
+        "past_key_values.0.key", onnx.TensorProto.FLOAT, ["batch", 2, "past", 4]
+    )
+    model.graph.input.append(past)
     arrays = make_inputs() | {"label": np.zeros(NUM_SAMPLES)}
     arrays["mask"] = arrays["mask"].astype(np.int32)
     inputs = ModelInputs(arrays, input_specs(model), "mask")
@@ -230,7 +234,7 @@ def test_inputs_are_cast_without_loss_and_fixed_batches_are_filled(tmp_path: Pat
     assert inputs.fixed_batch == 4
     batches = list(inputs.batches(range(NUM_SAMPLES), 16))
     assert [len(batch.indices) for batch in batches] == [4, 4, 4, 4, 4, 3]
-    assert all(batch.arrays["x"].shape[0] == 4 for batch in batches)
+    assert all(batch.arrays[name].shape[0] == 4 for batch in batches for name in ("x", "past_key_values.0.key"))
     assert batches[0].arrays["mask"].dtype == np.int64
     assert sorted(index for batch in batches for index in batch.indices) == list(range(NUM_SAMPLES))
 

@@ -35,25 +35,17 @@ def test_the_key_is_of_what_the_data_hold() -> None:
 
 
 def test_positions_are_counted_from_the_mask_as_generation_does() -> None:
-    (batch,) = ModelInputs(DATA, SPECS).batches([0, 1, 2], 3)
+    """Without a mask, and where every position counts, they are those of the sequence."""
+    inputs = ModelInputs(DATA, SPECS)
+    (batch,) = inputs.batches([0, 1, 2], 3)
     by_index = dict(zip(batch.indices, batch.arrays["position_ids"].tolist(), strict=True))
     assert by_index == {0: [0, 0, 0, 1], 1: [0, 1, 0, 0], 2: [0, 0, 1, 2]}
     assert batch.arrays["position_ids"].dtype == np.int64
     assert batch.arrays["past_key_values.0.key"].shape == (3, 2, 0, 4)
     assert batch.arrays["use_cache_branch"].tolist() == [False]
-
-
-def test_positions_without_a_mask_are_those_of_the_sequence() -> None:
-    inputs = ModelInputs({"input_ids": DATA["input_ids"]}, (IDS, POSITIONS))
-    (batch,) = inputs.batches([0, 1, 2], 3)
-    assert batch.arrays["position_ids"].tolist() == [[0, 1, 2, 3]] * 3
-
-
-def test_an_unmasked_batch_counts_every_position() -> None:
-    inputs = ModelInputs(DATA, SPECS)
-    (batch,) = inputs.batches([0, 2], 3)
-    assert inputs.unmasked(batch).arrays["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
-    assert batch.arrays["position_ids"].tolist() == [[0, 0, 0, 1], [0, 0, 1, 2]]
+    (bare,) = ModelInputs({"input_ids": DATA["input_ids"]}, (IDS, POSITIONS)).batches([0, 1, 2], 3)
+    for whole in (bare, inputs.unmasked(batch)):
+        assert whole.arrays["position_ids"].tolist() == [[0, 1, 2, 3]] * 3
 
 
 def test_positions_in_the_data_are_fed_and_make_the_key() -> None:
@@ -67,13 +59,6 @@ def test_positions_in_the_data_are_fed_and_make_the_key() -> None:
     assert ModelInputs(data, SPECS, names=("attention_mask", "input_ids")).key(0) == ModelInputs(DATA, SPECS).key(0)
     with pytest.raises(ShdError, match="missing position_ids"):
         ModelInputs(DATA, SPECS, names=inputs.names)
-
-
-def test_a_fixed_batch_is_filled_with_its_past() -> None:
-    fixed = (InputSpec("input_ids", "int64", (2, "length")), MASK, POSITIONS, PAST)
-    inputs = ModelInputs(DATA, fixed)
-    assert inputs.fixed_batch == 2
-    assert [batch.arrays["past_key_values.0.key"].shape[0] for batch in inputs.batches(range(3), 8)] == [2, 2]
 
 
 def decoder_with_past(stack: str) -> onnx.ModelProto:

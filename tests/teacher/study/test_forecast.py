@@ -62,25 +62,19 @@ def test_every_form_and_codec_is_forecast_as_it_is_written(teacher: Path, tmp_pa
         assert way.error.kl_mean == pytest.approx(summary.errors["attention"].kl_mean, rel=0.5, abs=1e-7)
 
 
-def test_a_temperature_leaves_maps_alone(teacher: Path, tmp_path: Path) -> None:
-    warm = replace(OPTIONS, temperature=2.0)
-    forecast = forecast_cache(teacher, make_tokens(), warm)
-    assert {way.form for way in forecast.ways} == {"maps"}
-    assert any("factored: temperature must be 1" in reason for reason in forecast.refused)
-    precompute(teacher, make_tokens(), tmp_path, warm)
-    (way,) = [way for way in forecast.ways if way.codec == "sqrt8-row"]
-    assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path)))
-
-
-def test_samples_without_a_length_are_as_long_as_their_maps(tmp_path: Path) -> None:
-    """Maps whose inputs have no sequence axis that is known to be one; none is made of queries and keys."""
+def test_maps_alone_are_forecast_where_there_are_no_factors(teacher: Path, tmp_path: Path) -> None:
+    """At a temperature; and for logits that are inputs, whose samples are as long as their maps."""
     onnx.save(bare_attention(4), tmp_path / "bare.onnx")
-    arrays = bare_samples(6, 5, 7)
-    forecast = forecast_cache(tmp_path / "bare.onnx", arrays, OPTIONS)
-    assert {way.form for way in forecast.ways} == {"maps"}
-    precompute(tmp_path / "bare.onnx", arrays, tmp_path / "cache", OPTIONS)
-    (way,) = [way for way in forecast.ways if way.codec == "sqrt8-row"]
-    assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path / "cache")))
+    warm = replace(OPTIONS, temperature=2.0)
+    for number, (file, data, options) in enumerate(
+        ((teacher, make_tokens(), warm), (tmp_path / "bare.onnx", bare_samples(6, 5, 7), OPTIONS))
+    ):
+        forecast = forecast_cache(file, data, options)
+        assert {way.form for way in forecast.ways} == {"maps"}
+        assert any("factored: temperature must be 1" in reason for reason in forecast.refused) == (options is warm)
+        precompute(file, data, tmp_path / str(number), options)
+        (way,) = [way for way in forecast.ways if way.codec == "sqrt8-row"]
+        assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path / str(number))))
 
 
 def test_logits_and_hidden_states_count_in_every_form(tmp_path: Path) -> None:
