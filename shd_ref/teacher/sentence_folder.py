@@ -27,7 +27,7 @@ PADS_FRONT: Final = (
 
 _FOLDER: Final = re.compile(r"\w[\w.-]{0,62}")  # of at most 252 bytes in UTF-8, and systems refuse more than 255
 _MODES: Final = {"mean": "mean", "cls": "cls", "max": "max", "lasttoken": "last"}
-_FLAGS: Final = {  # by which folders say it that were saved before version 6
+_FLAGS: Final = {  # of folders saved before version 6
     **{"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean"},
     **{f"pooling_mode_{mode}": mode for mode in ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")},
 }
@@ -97,7 +97,7 @@ def read_texts(folder: Path) -> TextSettings:
     if wrong:
         rule = f"{folder} must read texts by max_seq_length, do_lower_case and a prompt; got {', '.join(wrong)}"
         raise ShdError("read-failed", f"{rule}: tokenise the texts, and give arrays")
-    is_bounded = isinstance(positions, int) and positions > 0  # XLNet says -1 for any number
+    is_bounded = isinstance(positions, int) and positions > 0  # XLNet has -1 for any number
     return TextSettings(length, positions if is_bounded else None, bool(lower), prompt, drops_head)
 
 
@@ -147,7 +147,7 @@ def find_pooling(folder: Path) -> Pooling | None:
 
 
 def modules_after_model(folder: Path) -> list[dict[str, str]]:
-    """Entries of ``modules.json`` after the model's, in order, each with a folder of its own; ``read-failed``."""
+    """Entries of ``modules.json`` after the model's, in order, each with its folder; ``read-failed``."""
     listed = parse_file(folder, MODULES)
     model, *others = sorted(listed, key=lambda entry: entry["idx"]) if _is_list(listed) else [{}]
     if model.get("path") not in ("", ".") or model["type"].rpartition(".")[2] != "Transformer":

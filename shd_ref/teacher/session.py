@@ -1,4 +1,4 @@
-"""Run a teacher graph in onnxruntime, on the execution provider that was asked for and no other, and on threads."""
+"""Run a teacher graph in onnxruntime, on the requested execution provider and no other, and on threads."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def is_cpu(provider: str) -> bool:
 _NEEDED: Final = "running a teacher needs onnxruntime: pip install '.[teacher]' (in a checkout)"
 
 MAX_THREADS: Final = 1024
-"""Of one session: onnxruntime starts as many as it is told to, even far more than there are cores."""
+"""Of one session: onnxruntime starts any number it is given, even far more than there are cores."""
 
 
 def check_session(provider: str, num_threads: int | None = None) -> str:
-    """Refuse what no session can be opened with, before there is a model; onnxruntime's name of the provider."""
+    """Refuse options that no session can have, before there is a model; onnxruntime's name of the provider."""
     onnxruntime = import_package("onnxruntime", _NEEDED)
     name = provider_name(provider)
     if name not in onnxruntime.get_available_providers():
@@ -56,7 +56,7 @@ def _check_range(
 
 
 def check_run(run: RunOptions) -> None:
-    """Refuse what no run can be done with, before a teacher is loaded or a sample read."""
+    """Refuse options that no run can have, before a teacher is loaded or a sample read."""
     for name, least in {"batch_size": 1, "batch_tokens": 1, "samples_per_shard": 1, "tile": 0}.items():
         _check_range(name, getattr(run, name), least)
     _check_range("seed", run.seed, 0, spec_id="CACHE-12")
@@ -89,7 +89,7 @@ def open_session(
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong is raised, not logged
+    options.log_severity_level = 4  # errors are raised, not logged
     options.enable_cpu_mem_arena = keeps_memory
     if num_threads is not None:
         options.intra_op_num_threads = num_threads
@@ -97,10 +97,10 @@ def open_session(
         # Finds the CUDA and cuDNN of the nvidia-* wheels, where the system has none.
         # (Not session.disable_cpu_ep_fallback: it also forbids what onnxruntime keeps on the CPU on purpose, the
         # arithmetic on shapes, so no transformer would load.)
-        with redirect_stdout(None):  # the error below says what is missing
+        with redirect_stdout(None):  # the error below names the missing part
             onnxruntime.preload_dlls()
     if name != PROVIDERS["cpu"]:
-        # Of a provider that cannot be loaded, onnxruntime's own log says in ten lines what the error says.
+        # Of a provider that cannot be loaded, onnxruntime's own log repeats the error in ten lines.
         onnxruntime.set_default_logger_severity(4)
     more: dict[str, Any] = {}
     if most_bytes is not None:
@@ -203,12 +203,12 @@ def share_threads(num_threads: int | None, *, on_cpu: bool) -> tuple[int, int | 
     threads = count_cores() if num_threads is None and on_cpu else num_threads
     if threads == 1:
         return 0, 1
-    # The second caller runs beside the session's threads, which include the first.
+    # The second caller runs next to the session's threads, which include the first.
     return 2, threads - 1 if on_cpu and threads is not None else threads
 
 
 def count_cores() -> int:
-    """Physical cores that this process may use, as far as the system tells; hyperthreads gain a session nothing."""
+    """Physical cores that this process may use, as far as the system knows; hyperthreads gain a session nothing."""
     import psutil
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -216,7 +216,7 @@ def count_cores() -> int:
 
 
 def run_beside(work: Callable[[], T], callers: int, *, daemon: bool = False) -> Callable[[], T]:
-    """Begin a piece of work (without callers when asked for); what is returned waits and gives its result."""
+    """Begin a piece of work (without callers, at the first request); the function returned waits for its result."""
     if not callers:
         return functools.cache(work)
     future = Future[T]()
@@ -224,7 +224,7 @@ def run_beside(work: Callable[[], T], callers: int, *, daemon: bool = False) -> 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # raised where the result is requested
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=daemon).start()
@@ -251,7 +251,7 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Genera
                     item = next(remaining)
                 except StopIteration:
                     break
-                except Exception as error:  # raised below, after what is under way
+                except Exception as error:  # raised below, after the work under way
                     failure = error
                     break
                 under_way.append((item, pool.submit(run, item)))

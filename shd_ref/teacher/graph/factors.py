@@ -1,4 +1,4 @@
-"""Queries, keys, scale and mask behind a site's map: what factored supervision keeps instead of maps."""
+"""Queries, keys, scale and mask behind a site's map, which factored supervision keeps instead of maps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shd_ref.teacher.graph.walk import before_rounding, is_value_product, operan
 from shd_ref.teacher.opening.model import fixed_input, ir, is_computed, kinds, onnx
 from shd_ref.teacher.options import PrecomputeOptions
 
-# exp(-1000) is 0 beside any other logit, in every precision that teachers run in.
+# exp(-1000) is 0 next to any other logit, in every precision that teachers run in.
 MASKED: Final = -1e3
-"""What is added to a logit that is masked, at most."""
+"""The most that is added to a masked logit."""
 _FOLDED: Final[dict[Layout | None, Layout]] = {"batch-heads": "batch-folded", "heads-batch": "heads-folded"}
 _UNFOLDED: Final = {folded: split for split, folded in _FOLDED.items()}
 
@@ -56,10 +56,10 @@ class SiteFactors:
     Attributes:
         queries, keys: names of the product's operands, after rotary embedding; ``(d, S)`` if ``keys_transposed``.
         layout, logits_layout: as of the site, but of the product's operands, and of ``logits``.
-        logits: name of what its softmax reads, before it is flattened to rows, as operators before opset 13 take it.
+        logits: name of its softmax's input, before it is flattened to rows, as operators before opset 13 take it.
         key_heads: which of the product's key heads to keep, one of each repeated; empty for all.
         multipliers: names of computed factors ``(..., 1)`` with their operators, applied to the queries.
-        reason: why queries and keys cannot stand for the map, and what to do about it; None where ``supported``.
+        reason: why queries and keys cannot stand for the map, and the remedy; None where ``supported``.
     """
 
     site: AttentionSite
@@ -112,7 +112,7 @@ def choose_stored(
 def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[SiteFactors, ...]:
     """Queries, keys and scale of each site, or the reason why there are none; the graph is not changed.
 
-    Masks are told from biases by their numbers, in one probe run with tiny inputs that mask nothing: a mask adds
+    Masks differ from biases in their numbers, read in one probe run with tiny inputs that mask nothing: a mask adds
     zero, or so little that nothing is left. Maps with a bias, a softcap or attention sinks are refused.
     """
     read = [read_site(site) if site.supported else None for site in sites]
@@ -131,12 +131,12 @@ def find_factors(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tupl
 
 
 def read_site(site: AttentionSite) -> Logits | None:
-    """What leads to a site's softmax; None where its map is none."""
+    """The operators before a site's softmax; None where its map is no softmax."""
     return None if site.walk.logits is None else read_logits(site.walk.logits, is_value_product, _PASSING)
 
 
 def read_logits(value: ir.Value | None, is_product: Callable[[ir.Node], bool], passing: frozenset[str]) -> Logits:
-    """Read what leads to a softmax back to ``Q K^T``, or to a head's logits back to its product."""
+    """Read the operators before a softmax back to ``Q K^T``, or before a head's logits back to its product."""
     logits = Logits()
 
     def leads_to_product(value: ir.Value | None) -> bool:
@@ -204,7 +204,7 @@ def _computed(values: Iterable[ir.Value | None]) -> set[str]:
 
 
 def _before_shaping(value: ir.Value | None) -> Iterator[str]:
-    """A tensor, then what it is shaped from."""
+    """A tensor, then those that it is reshaped from."""
     while value is not None and value.const_value is None:
         yield str(value.name)
         node = value.producer()
@@ -271,7 +271,7 @@ def _reason(logits: Logits, arrays: Arrays, product_rank: int) -> str | None:
 
 
 def why_no_mask(logits: Logits, arrays: Arrays) -> str | None:
-    """Why what is added to logits, or put in their place, is more than a mask."""
+    """Why numbers that are added to logits, or replace them, are more than a mask."""
     for scale, value in logits.addends:
         added = scale * _numbers_of(value, arrays)
         if not ((added == 0) | (added <= MASKED)).all():
@@ -282,7 +282,7 @@ def why_no_mask(logits: Logits, arrays: Arrays) -> str | None:
 
 
 def _numbers_of(value: ir.Value, arrays: Arrays) -> NDArray[np.float64]:
-    """The constants that a mask is or chooses between, which a run may not show all; else what a run gave."""
+    """The constants of a mask or those it chooses between, since a run may not show all; else a run's numbers."""
     node = value.producer()
     chosen = [fixed_input(node, slot) for slot in (1, 2)] if node is not None and node.op_type == "Where" else [None]
     fixed = [numbers.ravel() for numbers in chosen if numbers is not None]

@@ -32,7 +32,7 @@ class AttentionSite(Measure):
         layer, name: position among the sites, from 0; name of the softmax (or fused operator) node, made unique.
         op_type: ``"Softmax"``, ``"Div"`` or ``"Exp"`` for one written out, or the fused operator.
         walk: its tensors in the graph, with all that leads to them and away.
-        logits, probs, values, context: names of what the softmax reads, of the map, of V as the product consumes it,
+        logits, probs, values, context: names of the input of the softmax, of the map, of V as the product reads it,
             and of the product; empty where ``supported`` is False and none exists.
         layout: how the map's and V's leading axes hold samples and heads; None where unknown.
         num_kv_heads, value_heads: value heads before they are repeated for grouped queries; of each head the first
@@ -41,11 +41,11 @@ class AttentionSite(Measure):
         joined_values: every head reads the values of all, side by side, since maps are mixed among heads after the
             softmax by a constant (talking heads); the constant is part of W_o, and maps are those of the softmax.
         d_k, d_v, d_model: widths of a query head, of a value head (or of all, joined), and D, columns of W_o.
-        dtype: of the map, such as ``"float32"``; None where shape inference does not tell.
+        dtype: of the map, such as ``"float32"``; None where shape inference leaves it open.
         cross: True where queries and keys come from different tensors; None where undecided.
         row_sums: ``"one"``, or ``"at_most_one"`` where attention sinks take part of a row's mass (MAP-9).
         output_projection: W_o ``(H * d_v, D)``, rows in head order, float32 or float64.
-        supported, reason: whether ``squeeze_graph`` can squeeze this site; why not, and what to do about it.
+        supported, reason: whether ``squeeze_graph`` can squeeze this site; why not, and the remedy.
     """
 
     layer: int
@@ -189,7 +189,7 @@ DECODER_MASK: Final = "decoder_attention_mask"
 class SiteKinds:
     """The kind of each site by number, none where there is no cross attention.
 
-    ``own_keys`` are the cross sites that read the decoder's keys: the encoder's mask says nothing of them.
+    ``own_keys`` are the cross sites that read the decoder's keys, which the encoder's mask does not cover.
     """
 
     kinds: Mapping[int, str]

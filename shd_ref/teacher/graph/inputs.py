@@ -1,4 +1,4 @@
-"""The inputs of a graph: what each must hold, and tiny runs on them that measure sizes of its tensors."""
+"""The inputs of a graph: the type, shape and role of each, and tiny runs that measure sizes of its tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TOTAL: Final = re.compile(r"total", re.IGNORECASE)
 _LENGTH: Final = re.compile(r"seq|length|position", re.IGNORECASE)
 _TOLD: Final = re.compile(rf"batch|{_EARLIER.pattern}|{_LENGTH.pattern}", re.IGNORECASE)
 _UNNAMED: Final = re.compile(r".*_dynamic_axes_\d+$")
-"""As PyTorch names axes that were given by number: after the input, whose name says nothing of them."""
+"""PyTorch's names of axes that were given by number: the input's name and the number, which mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class InputSpec:
 
     @property
     def part(self) -> Part:
-        """Told by name, type and rank, as exporters write them."""
+        """Read off name, type and rank, as exporters write them."""
         kind, rank = np.dtype(self.dtype).kind, len(self.shape)
         if kind == "f" and rank > 2 and _PAST.match(self.name):
             return "past"
@@ -235,10 +235,10 @@ _PAIRS_PER_SECOND: Final = 2**18  # of positions
 _LEAST_BYTES: Final = 2**30
 _BYTES_PER_ENTRY: Final = 16  # of weights, as they are and packed for products
 _BYTES_PER_PAIR: Final = 2**11  # of positions: 512 maps
-_NO_MEMORY: Final = "is smaller than requested bytes"  # as onnxruntime says it of an arena with a bound
+_NO_MEMORY: Final = "is smaller than requested bytes"  # onnxruntime's message where an arena has a bound
 TOO_MUCH: Final = "the graph must run on a few short samples within"
 """How a ``BoundError`` begins."""
-_SHAPE: Final = "/probed_shape"  # what follows a name where the shape is asked for
+_SHAPE: Final = "/probed_shape"  # suffix of the output that holds a tensor's shape
 _SHAPE_PLACES: Final = {"Reshape": 1, "Expand": 1, "Tile": 1, "ConstantOfShape": 0}
 
 
@@ -251,7 +251,7 @@ def frozen_specs(model: onnx.ModelProto, maps: Sequence[ir.Value | None]) -> tup
         return specs
     try:
         probe = Probe(model, [str(shaped[0].name)])
-    except ShdError:  # nothing is known; a sample's own run will tell
+    except ShdError:  # nothing is known before a sample runs
         return specs
     return with_fixed(specs, probe.frozen_batch, probe.frozen_length)
 

@@ -1,4 +1,4 @@
-"""The sizes of a walked site: heads, layout and W_o, by replay of what lies between ``map @ V`` and its products."""
+"""The sizes of a walked site: heads, layout and W_o, by replay of the operators between ``map @ V`` and W_o."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def static_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Measure:
-    """The part of an ``AttentionSite`` that its shapes tell."""
+    """The part of an ``AttentionSite`` that follows from shapes."""
 
     layout: Layout | None = None  # None: W_o does not read every head at every position
     num_heads: int | None = None
@@ -76,7 +76,7 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
     rows = [row for row in read if row is not None]
     if len(rows) < len(read):
         return None
-    # A row of the attention output reads d_v numbers of every head at one position: how many, tells the heads.
+    # A row of the attention output reads d_v numbers of every head at one position, so their number gives the heads.
     num_heads, rest = divmod(len(np.unique(np.concatenate([row.indices[0] for row in rows]))), d_v)
     if rest:
         return None
@@ -113,7 +113,7 @@ def measure_site(walk: Walk, shapes: Shapes) -> Measure | None:
 
 
 def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
-    """Why a site with known sizes has no measure, and what to do about it."""
+    """Why a site with known sizes has no measure, and the remedy."""
     named = (("map", walk.probs), ("values", walk.values), ("outputs", walk.context))
     sizes = ", ".join(f"{name} {list(shapes.get(str(value.name), ()))}" for name, value in named if value is not None)
     return (
@@ -123,7 +123,7 @@ def describe_contradiction(walk: Walk, shapes: Shapes) -> str:
 
 
 def alike_heads(chain: Sequence[ir.Node], layout: Layout, heads: int, shapes: Shapes) -> tuple[int, ...] | None:
-    """Of each head the first that has the same keys or values, by replay of what repeats them; None if unknown."""
+    """Of each head the first that has the same keys or values, by replay of the repeats; None if unknown."""
     factors = [
         shapes.get(str(factor.name)) if factor.const_value is None else factor.const_value.numpy().shape
         for node in chain
@@ -157,9 +157,9 @@ def by_sample(array: NDArray[Any], layout: Layout | None, num_heads: int) -> NDA
 def replay(
     source: ir.Value, shape: tuple[int, ...], path: Iterable[ir.Node], shapes: Shapes, *, scaled: bool = False
 ) -> dict[ir.Value, list[NDArray[Any]]] | None:
-    """Operators that move, pick or repeat numbers, applied to flat indices of a tensor; None where it cannot be told.
+    """Operators that move, pick or repeat numbers, applied to flat indices of a tensor; None where that is not known.
 
-    By tensor its indices, and if ``scaled`` what the numbers were multiplied by on the way.
+    By tensor its indices, and if ``scaled`` the factors of its numbers.
     """
     if math.prod(shape) > _MOST_INDICES:
         return None
@@ -181,7 +181,7 @@ def replay(
 
 
 def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDArray[Any]] | None:
-    """The outputs of an operator on arrays in place of what is computed; None where it cannot be told."""
+    """The outputs of an operator on arrays in place of computed tensors; None where it cannot be run."""
     kind, array, shape = node.op_type, arrays[0], shapes.get(str(node.outputs[0].name))
     try:
         if kind in _EVALUATED:
@@ -209,10 +209,10 @@ def _move(node: ir.Node, arrays: list[NDArray[Any]], shapes: Shapes) -> list[NDA
 
 
 class _Rows(NamedTuple):
-    """What one product reads: a row for each row of the attention output."""
+    """The numbers that one product reads: a row for each row of the attention output."""
 
     indices: NDArray[np.int64]  # (rows, in): places in the heads' outputs
-    factors: NDArray[Any]  # (in,): what these numbers were multiplied by on the way
+    factors: NDArray[Any]  # (in,): by which these numbers were multiplied on the way
     weight: NDArray[Any]  # (in, out)
 
 

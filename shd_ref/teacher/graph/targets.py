@@ -1,4 +1,4 @@
-"""What a teacher gives beside its attention: logits of its head, hidden states between its blocks, what is pooled.
+"""What a teacher gives besides attention: logits of its head, hidden states between blocks, pooled embeddings.
 
 Forward from a site's map, the first sum with a tensor that the map was made from is the residual connection, and this
 tensor enters the block: ``hidden_states[k]`` of Hugging Face.
@@ -22,7 +22,7 @@ from shd_ref.teacher.opening.model import PRODUCTS, SIZE_OPS, fixed_input, ir, i
 from shd_ref.teacher.options import PrecomputeOptions
 
 LAST_STATES: Final = ("last_hidden_state", "encoder_last_hidden_state")
-"""Outputs that exporters name after what leaves the last block; of a decoder beside an encoder only the first."""
+"""Names that exporters give the output of the last block; an encoder-decoder has only the first."""
 
 _RESIDUAL: Final = frozenset({"Add", "Sum", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"})
 

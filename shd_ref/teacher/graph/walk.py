@@ -38,12 +38,12 @@ _HEADS: Final = -3
 _FLOAT_FORM: Final = "use the float or the QDQ form of the model"
 _EAGER: Final = "re-export with eager attention, so that the graph holds MatMul(Softmax(logits), values)"
 _SCORE_CARRIERS: Final = LOGIT_OPS | {"Abs", "Exp", "Pow", "Relu", "Sigmoid", "Softmax", "Softplus"}
-"""Between ``Q K^T`` and what is divided by its sum."""
+"""Between ``Q K^T`` and the numbers that are divided by their sum."""
 
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """What following the data from one node brought, before any size is known."""
+    """The tensors found by following the data from one node, before any size is known."""
 
     node: ir.Node
     reason: str | None = None
@@ -75,7 +75,7 @@ def walk_graph(graph: ir.Graph) -> Iterator[Walk]:
         bodies = [inner for attribute in node.attributes.values() for inner in _nodes_inside(attribute)]
         inside = [walk.node for inner in bodies for walk in _walk_from(inner, met)]
         walks[node] += [Walk(inner, _inside_reason(node, graph)) for inner in inside]
-    # Last, as what was met above is no remade map; a classifier's or router's softmax leads to no product at all.
+    # Last: products met above are of maps as they are. A classifier's or router's softmax leads to no product at all.
     walked = {node for node, started in walks.items() if started}
     for node in _find_remade(graph, walked, met):
         walks[node].append(Walk(node, _REMADE))
@@ -175,7 +175,7 @@ def _why_unreadable(meetings: list[_Meeting]) -> str | None:
     turned = any(product.attributes.get_int(flag) for flag in ("transA", "transB", "transBatchA", "transBatchB"))
     if meetings[0].slot != 0 or turned or product.attributes.get_float("alpha", 1.0) != 1.0:
         return f"map and values meet in {product.op_type} with the map transposed or scaled: {_EAGER}"
-    # Alphas weigh a map by one V and one W_o; what a second product makes of it would be left out.
+    # Alphas weigh a map by one V and one W_o; the result of a second product would be left out.
     tensors = {meeting.values for meeting in meetings}
     if len(tensors) > 1:
         return (
@@ -251,7 +251,7 @@ def _step(trail: _Trail, node: ir.Node, slot: int) -> _Trail | None:
         )
         return replace(trail, value=output, mixing=trail.mixing if is_bias else None)
     weight = product_weight(node, slot)
-    # Square, as many heads as before: what a router's or a classifier's weight sums over are its classes.
+    # Square, as many heads as before: a router's or a classifier's weight sums over its classes.
     if weight is None or weight.matrix.ndim != 2 or len(set(weight.matrix.shape)) != 1 or weight.axis < -len(_AXES):
         return None
     axis = trail.axes[weight.axis]
@@ -276,7 +276,7 @@ def repeat_chain(values: ir.Value | None) -> tuple[ir.Node, ...]:
 def _is_cross(scores: ir.Node) -> bool:
     """Whether Q and K are of different sequences: of another map, or of another input, than one another.
 
-    What only one of them is made of is, within one sequence, no more than its own projections, norms and rotations.
+    Within one sequence the ancestors of only one of them are its projections, norms and rotations.
     """
     queries, keys = (ancestors(value) for value in operands(scores))
     return any(map(_is_of_a_sequence, queries ^ keys))
@@ -295,7 +295,7 @@ _FOLLOWED: Final = (ADDING_OPS | SCALING_OPS | LAYOUT_OPS | MAP_CARRIERS | REPEA
     "Abs AveragePool Clip Conv CumSum Elu Erf Exp GatherElements GatherND Gelu HardSigmoid Max MaxPool Mean Min Neg "
     "Pad Pow Reciprocal Relu Sigmoid Softplus Split Sqrt Tanh ThresholdedRelu"
 )
-"""What a map may be remade by. No product with a weight: the stream behind it, as of a router, is no map."""
+"""Operators that may remake a map. No product with a weight: the stream behind it, as of a router, is no map."""
 
 _REMADE: Final = (
     "what multiplies its values is made of its map by other operators, as in differential attention or with smoothed "
@@ -340,7 +340,7 @@ def trace_back(
 
 
 def ancestors(value: ir.Value) -> set[ir.Value]:
-    """A tensor and all that it is made from; what only gives it a size is left out."""
+    """A tensor and all that it is computed from, without operators that only give it a size."""
     seen, waiting = {value}, [value]  # not by recursion: a graph may be as deep as its author likes
     while waiting:
         node = waiting.pop().producer()
@@ -395,7 +395,7 @@ def _is_weight(value: ir.Value) -> bool:
 
 _SHAPING: Final = frozenset({"Cast", "Dropout", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 _NEGLIGIBLE: Final = 1e-6
-"""Beside a sum of about one: it keeps the quotient finite and takes nothing from a row."""
+"""Added to a sum of about one, it keeps the quotient finite and takes nothing from a row."""
 _DEEPEST: Final = 8  # a sum's casts, shapes and guards
 
 
@@ -425,7 +425,7 @@ class Spelling(NamedTuple):
 
 
 def read_map(node: ir.Node) -> Spelling | None:
-    """The map that an operator gives, as far as this tells; None where it gives none."""
+    """The map that an operator gives, as far as its type and inputs show; None where it gives none."""
     if _is_softmax(node):
         return Spelling(node.inputs[0], over_last_axis=_is_over_last_axis(node))
     logits, quotient = _read_log_softmax(node), read_quotient(node)

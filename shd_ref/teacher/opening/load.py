@@ -32,7 +32,7 @@ from shd_ref.teacher.opening.model import (
     opset_version,
 )
 
-_TARGET_OPSET: Final = 18  # what our own exports have
+_TARGET_OPSET: Final = 18  # of our own exports
 _EARLY: Final = frozenset({"LayerNormalization"})
 _ASIDE: Final = "squeezing_heads.aside"
 _KNOWN_DOMAINS: Final = frozenset({*STANDARD_DOMAINS, "ai.onnx.ml", CONTRIB_DOMAIN})
@@ -132,7 +132,7 @@ _COMPLEX: Final = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)  # t
 
 
 def _check_tensors(tensors: Iterable[onnx.TensorProto], inputs: Iterable[onnx.ValueInfoProto], file: Path) -> None:
-    """Tensors must hold what their shapes say, and no shape that the graph states may be absurd."""
+    """Tensors must have as many numbers as their shapes, and no shape in the graph may be absurd."""
     for tensor in tensors:
         if min(tensor.dims, default=0) < 0 or not _holds(tensor, file.parent):
             raise graph_invalid(
@@ -181,7 +181,7 @@ def _check_joined(nodes: Iterable[onnx.NodeProto], constants: Iterable[onnx.Tens
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in constants}
     most = max(_MOST_JOINED, 8 * sum(sizes.values()))
     for node in nodes:
-        # What depends on the inputs has sizes that are theirs, and counts as one.
+        # Tensors that depend on the inputs have sizes of the inputs, and count as one.
         carriers = node.input[node.op_type == "Gather" :] if node.op_type in _SHAPE_ARITHMETIC else []
         joined = [sizes.get(name, 1) for name in carriers]
         size = sum(joined) if node.op_type == "Concat" else max(joined, default=1)  # of itself it grows without bound
@@ -217,7 +217,7 @@ def _holds(tensor: onnx.TensorProto, folder: Path) -> bool:
 
 
 def _check_by_runtime(model: onnx.ModelProto, file: Path) -> None:
-    """Refuse what onnxruntime does not take: it knows the wiring and each operator's inputs, attributes and types.
+    """Refuse a graph that onnxruntime rejects: it checks wiring and each operator's inputs, attributes and types.
 
     Nothing is computed, no weight is read: those without data are inputs here.
     """
@@ -241,7 +241,7 @@ def _check_by_runtime(model: onnx.ModelProto, file: Path) -> None:
     try:
         onnxruntime.InferenceSession(trial.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors share no base class but Exception
-        # An operator that only other builds of it run, or one that wants the numbers of its weights.
+        # An operator that only other builds of it run, or one that needs the numbers of its weights.
         if type(error).__name__ not in ("NotImplemented", "RuntimeException"):
             raise graph_invalid(
                 f"teacher graph {file} is broken, as onnxruntime says: {error}: copy or export it again"

@@ -48,19 +48,19 @@ CONTRIB_DOMAIN: Final = "com.microsoft"
 MAP_CARRIERS: Final = kinds(
     "Cast DequantizeLinear Dropout DynamicQuantizeLinear Identity Mul QuantizeLinear Reshape Slice Trilu Where"
 )
-"""What the map may pass through between the softmax and its product with V."""
+"""Operators that the map may pass through between the softmax and its product with V."""
 
 LAYOUT_OPS: Final = kinds(
     "Cast DequantizeLinear Dropout DynamicQuantizeLinear Flatten Identity QuantizeLinear Reshape Squeeze "
     "Transpose Unsqueeze"
 )
-"""What only moves numbers, between the heads' outputs and W_o, or around V."""
+"""Operators that only move numbers, between the heads' outputs and W_o, or around V."""
 
 MOVING_OPS: Final = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Of these, what gives a number another place."""
+"""Of these, the ones that give a number another place."""
 
 SIZE_OPS: Final = frozenset({"Shape", "Size"})
-"""What reads no number of a tensor but its sizes."""
+"""Operators that read no number of a tensor but its sizes."""
 
 REPEAT_OPS: Final = frozenset({"Concat", "Expand", "Gather", "Tile"})
 
@@ -75,7 +75,7 @@ LOGIT_OPS: Final = kinds(
 PRODUCTS: Final = frozenset({"MatMul", "FusedMatMul"})
 INTEGER_PRODUCTS: Final = frozenset({"MatMulInteger", "QLinearMatMul", "MatMulIntegerToFloat"})
 OPAQUE_PRODUCTS: Final = frozenset({"Einsum"})
-"""Products whose axes only their equation tells."""
+"""Products whose axes only their equation names."""
 
 FUSED_OPS: Final = kinds(
     "Attention DecoderAttention DecoderMaskedMultiHeadAttention DecoderMaskedSelfAttention "
@@ -94,16 +94,16 @@ OLD_OPSET: Final = (
 
 
 _ROUNDING: Final = ("DynamicQuantize", "MatMulNBits", "QAttention", "QGemm", "QLinear", "QuantizeLinear")
-"""Parts of the names of operators that round to integers what a run computes; DequantizeLinear is none of them."""
+"""Parts of the names of operators that round computed numbers to integers; DequantizeLinear is none of them."""
 
 
 def rounds_in_run(model: onnx.ModelProto, operators: tuple[str, ...] = _ROUNDING) -> bool:
-    """Whether a graph rounds what it computes to integers, between which a last bit, and so a fusion, may decide."""
+    """Whether a graph rounds computed numbers to integers, where a last bit, and so a fusion, may decide."""
     return any(part in node.op_type for node in all_nodes(model.graph) for part in operators)
 
 
 def shares_scales(model: onnx.ModelProto) -> bool:
-    """Whether samples that run together share the scales that round them: none is then what it is alone."""
+    """Whether samples that run together share the scales that round them: each then differs from itself alone."""
     return rounds_in_run(model, ("DynamicQuantize",))
 
 
@@ -205,7 +205,7 @@ _MOST_ACTIVATIONS: Final = 2**36  # of one tensor that depends on the inputs, fo
 
 
 def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = True) -> onnx.ModelProto:
-    """A skeleton with what shape inference tells, for models of any size; the model where it contradicts itself.
+    """A skeleton with the results of shape inference, for models of any size; the model where it contradicts itself.
 
     No tensor that follows from constants may be absurdly large: onnxruntime makes it before it runs anything.
     """
@@ -266,7 +266,7 @@ def check_external_data(tensors: Iterable[onnx.TensorProto], file: Path) -> int:
 
 
 def load_external_data(model: onnx.ModelProto, file: Path, *, everything: bool) -> None:
-    """Read checked external data, all or small tensors; for what is left the model remembers the folder."""
+    """Read checked external data, all or small tensors; for the others the model keeps the folder."""
     for number in reversed(range(len(model.metadata_props))):
         if model.metadata_props[number].key == _FOLDER:  # the file has no say in this
             del model.metadata_props[number]
@@ -306,7 +306,7 @@ _CONSTANT_OPS: Final = _BY_ENTRY | kinds(
     "Concat Gemm Identity LpNormalization MatMul ReduceL2 ReduceMean ReduceSum ReduceSumSquare Reshape Slice Split "
     "Squeeze Transpose Unsqueeze"
 )
-"""What weights are computed with in graphs that no optimiser has folded: adapters that are merged as the graph runs,
+"""Operators that compute weights in graphs that no optimiser has folded: adapters that are merged as the graph runs,
 norms and scales of weights, gates that are learned numbers."""
 
 _MOST_HELD: Final = 2**27  # entries of all constants that one of them is computed from; more for large weights
@@ -317,7 +317,7 @@ def read_graph(model: onnx.ModelProto, inferred: onnx.ModelProto | None = None) 
     """The model's graph in the order in which data flows; ``const_value`` of a tensor wherever the graph fixes it.
 
     With the shapes that were ``inferred``, if any. Weights are the model's own, not copies.
-    What is computed from weights is computed when its ``numpy()`` is asked for, and not kept: a copy of every weight
+    A tensor of weights is computed when its ``numpy()`` is called, and not kept: a copy of every weight
     that an exporter left to be transposed would fill the memory.
     """
     try:
@@ -401,7 +401,7 @@ def run_operator(node: ir.Node, known: dict[ir.Value, NDArray[Any]]) -> list[NDA
 
 
 def _count_entries(node: ir.Node, inputs: list[NDArray[Any]], in_memory: int, most: int) -> int:
-    """Entries in memory with this operator's result; what it costs is known before it is computed."""
+    """Entries in memory with this operator's result, so that its cost is known before it is computed."""
     sizes = [array.size for array in inputs]
     entries, products = max(sizes, default=0), 0
     if node.op_type in _BY_ENTRY - {"DequantizeLinear"}:
@@ -496,7 +496,7 @@ _DATA_SUFFIX: Final = re.compile(r"\.[0-9a-f]{16}\.data")
 
 @contextmanager
 def saving_graph(model: ir.Model, target: Path, *, large: bool) -> Iterator[tuple[Path, Path | None]]:
-    """The draft of a graph, and the place of its weights beside it; both are in place when the block has not failed.
+    """The draft of a graph, and the place of its weights next to it; both are in place when the block has not failed.
 
     The file of ``large`` weights is named after its hash, ``NAME.0123456789abcdef.data``, so that graph and weights
     change together at one rename, the graph's; whoever is killed before leaves the earlier graph, else replaced with

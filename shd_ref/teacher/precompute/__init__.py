@@ -1,4 +1,4 @@
-"""From a running teacher to a cache, in this order; ``engine.py`` tells it.
+"""From a running teacher to a cache, in the order of ``engine.py``.
 
 A place that cannot become a cache is refused. Of the first samples, ``compare.py`` judges the graph by the reference;
 ``forms`` describe what a record has, for the manifest, and compare a sample alone with itself in company. Then, shard

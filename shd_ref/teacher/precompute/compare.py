@@ -1,4 +1,4 @@
-"""A squeezed graph beside the float64 reference, on the graph's own maps and values."""
+"""A squeezed graph compared with the float64 reference, on the graph's own maps and values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shd_ref.tolerances import load_tolerances
 
 @dataclass(frozen=True)
 class Comparison:
-    """A squeezed graph beside the reference, on the graph's own maps and values; worst or mean over layers.
+    """A squeezed graph compared with the reference, on the graph's own maps and values; worst or mean over layers.
 
     Attributes:
         map_difference, code_mismatch: largest of a merged map; largest fraction of a layer's codes that differ.
@@ -54,7 +54,7 @@ def compare_with_reference(
     """Judge the outputs by name of a graph made with ``check_outputs=True`` by the float64 reference.
 
     Args:
-        query_mask: boolean ``(B, L)``, what was fed to ``row_mask_input``.
+        query_mask: boolean ``(B, L)``, as fed to ``row_mask_input``.
 
     Raises:
         ShdError: ``graph-mismatch`` above the thresholds of ``specs/tolerances.json``; ``not-finite`` and

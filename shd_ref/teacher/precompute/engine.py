@@ -1,4 +1,4 @@
-"""Run a teacher over a data set and fill a cache, resumably; ``PrecomputeJob`` says what happens in which order."""
+"""Run a teacher over a data set and fill a cache, resumably; the steps and their order are in ``PrecomputeJob``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from shd_ref.teacher.sources import Arrays, Source
 
 @dataclass(frozen=True)
 class PrecomputeSummary:
-    """What ``precompute`` did and found.
+    """The result of ``precompute``.
 
     Attributes:
         samples: in the cache.
@@ -61,7 +61,7 @@ class PrecomputeSummary:
         errors: coding errors, over the measured rows.
         compared_samples, comparison: how many of the first batch the reference squeezed too, and what that showed.
         remarks: what is to be known of the records, such as that they depend on the batches they were made in.
-        remark: what the reading process said of the data, such as how many texts were cut; None for nothing.
+        remark: what the reading process reported of the data, such as how many texts were cut; None for nothing.
     """
 
     folder: Path | str
@@ -81,7 +81,7 @@ class PrecomputeSummary:
 
 
 FIRST_SAMPLES: Final = 4
-"""Samples that are looked at before anything is written: what a mask leaves, and that graph and reference agree."""
+"""Samples that are checked before anything is written: the mask, and that graph and reference agree."""
 
 OnProgress: TypeAlias = Callable[[int, int, int], None]
 """Called with samples done, samples in all and bytes written."""
@@ -98,7 +98,7 @@ Place: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class JobOrder:
-    """What a job is to make of what; an engine on other machines pickles it."""
+    """All that defines a job; an engine on other machines pickles it."""
 
     teacher: Path
     inputs: Source | Arrays | OpenInputs
@@ -136,7 +136,7 @@ def precompute(
     """Squeeze a teacher's attention over a data set into a cache.
 
     The first batch is also squeezed by the NumPy reference; a difference above tolerance refuses the whole run before
-    anything is written. Stopping it at any moment loses at most the shards in progress: the same call goes on where
+    anything is written. Stopping it at any moment loses at most the shards in progress: the same call continues where
     it stopped, in the same batches.
 
     Args:
@@ -173,7 +173,7 @@ class PrecomputeJob:
         first, self._comparison = self._compare_first()
         self._compared = min(len(first.indices), 2)
         manifest = self._manifest = make_manifest(work, first)
-        # What a form cannot hold is refused before a manifest binds the folder to these options.
+        # Data that a form cannot store are refused before a manifest binds the folder to these options.
         make_records(first, manifest, work.inputs.seed)
         check_company(work, manifest)
         self._folder, self._writer = out, CacheWriter(out, manifest)
@@ -187,7 +187,7 @@ class PrecomputeJob:
 
     @functools.cached_property
     def missing(self) -> set[int]:
-        """Those of ``shards`` that were not committed when this was first asked for."""
+        """Those of ``shards`` that were not committed when this was first read."""
         return self.find_missing(self.shards)
 
     def find_missing(self, shards: Collection[int]) -> set[int]:
@@ -197,7 +197,7 @@ class PrecomputeJob:
         return sum(len(self._manifest.shard_samples(shard)) for shard in shards)
 
     def write(self, shards: Collection[int], on_progress: OnProgress | None = None) -> int:
-        """Write these shards, one after the other, and return their bytes; progress is told of all of ``shards``."""
+        """Write these shards, one by one, and return their bytes; progress is reported for all of ``shards``."""
         total = 0 if on_progress is None else self.count_samples(self.shards)
         progress = _Progress(on_progress, total, total - self.count_samples(shards))
         progress.report()
@@ -256,7 +256,7 @@ class PrecomputeJob:
         groups = list(work.groups(manifest.shard_samples(shard)))
         # Coding errors are measured on the first batch, at once where its check outputs may be held.
         checked = work.count_checked(groups[0]) == len(groups[0])
-        # Opened here, by one thread; samples that look faulty run again, with check outputs, on any.
+        # Opened here, by one thread; samples that may be faulty run again, with check outputs, on any.
         work.sessions.open(checked=True)
         work.sessions.open(checked=checked and len(groups) == 1)
 
@@ -333,7 +333,7 @@ LEAST_SHARDS: Final = 16
 
 
 def check_destination(folder: Folder) -> None:
-    """Refuse a place that cannot become a cache; whether it holds another job, ``CacheWriter`` says."""
+    """Refuse a place that cannot become a cache; ``CacheWriter`` refuses one of another job."""
     storage = open_storage(folder)
     if isinstance(storage.root, Path):
         with write_errors(storage.root):
@@ -351,7 +351,7 @@ def _check_folder(root: Path) -> None:
 
 
 def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:
-    """The options, with the plans that the manifest of this job says where they are matched (CACHE-103)."""
+    """The options, with the plans in the manifest of this job where they are matched (CACHE-103)."""
     if matching_of(options, run) is None or not open_storage(folder).exists(MANIFEST_NAME):
         return options
     form = Manifest.read(folder).find(Attention)

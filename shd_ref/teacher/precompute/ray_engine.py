@@ -32,8 +32,8 @@ class RayEngine:
 
     Teacher and cache must have the same path or address on all machines; inputs are given as what opens them, and
     every actor reads them once for keys and lengths. An actor takes ``num_threads`` CPUs (1 by default), and one GPU
-    for provider ``cuda``. There are ``workers`` of them; None: as many as the cluster has room for. What an actor
-    raised is raised here, and progress is reported after every shard, reading only in this process.
+    for provider ``cuda``. There are ``workers`` of them; None: as many as the cluster has room for. An error in an
+    actor is raised here, and progress is reported after every shard, reading only in this process.
     """
 
     workers: int | None = None

@@ -139,7 +139,7 @@ def average_logits(
 
 @contextmanager
 def naming(who: str) -> Iterator[None]:
-    """Let errors say whose they are."""
+    """Name the teacher in its errors."""
     try:
         yield
     except ShdError as error:

@@ -41,10 +41,10 @@ from shd_ref.tokens import id_groups, patch_groups
 
 @dataclass(frozen=True, eq=False)
 class TeacherGraph:
-    """A teacher's graph, and what of it the options of a run ask for.
+    """A teacher's graph, and the parts of it that the options of a run request.
 
     Attributes:
-        path, sha256: of the file; the hash of it and of its external data, waited for when asked for.
+        path, sha256: of the file; the hash of it and of its external data, computed in the background.
         model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
         runs_alone: whether samples that run together would share the scales that round them.
         specs, rows, pads: what it takes: its inputs, with groups of tokens where maps are pooled; of some inputs the
@@ -80,9 +80,9 @@ class TeacherGraph:
 
     @classmethod
     def open(cls, path: Path, options: PrecomputeOptions, callers: int = 0) -> TeacherGraph:
-        """Load a file that is not trusted, find its attention, and choose what the options ask for."""
+        """Load a file that is not trusted, find its attention, and choose the layers that the options name."""
         model = load_teacher(path)
-        # Beside the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
+        # During the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
         sha256 = run_beside(functools.partial(hash_teacher, path), callers, daemon=True)
         taken, sites = input_specs(model), find_sites(model)
         endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
@@ -134,7 +134,7 @@ class TeacherGraph:
 
     @property
     def has_decoder_rows(self) -> bool:
-        """Whether rows of logits and hidden states are positions of a decoder, beside an encoder's."""
+        """Whether rows of logits and hidden states are positions of a decoder, with an encoder's besides."""
         return bool(self.site_kinds.kinds)
 
     @property
@@ -184,10 +184,10 @@ class Session(NamedTuple):
 
 @dataclass(eq=False)
 class Sessions:
-    """Sessions of a teacher's squeezed graph, opened when first asked for.
+    """Sessions of a teacher's squeezed graph, opened at first use.
 
     ``turn`` is held while a batch runs: two may not fit a device on which one just does. ``target_columns`` of logits
-    and hidden states of positions are known once a run has told them.
+    and hidden states of positions are known after a run.
     """
 
     graph: TeacherGraph
@@ -203,7 +203,7 @@ class Sessions:
         self.turn: AbstractContextManager[object] = nullcontext() if is_cpu(self.provider) else threading.Lock()
 
     def open(self, *, checked: bool = False) -> Session:
-        """What ``squeeze`` needs, opened by one thread, as two would not know of each other."""
+        """The session for ``squeeze``, opened by one thread, as two would open it twice."""
         checked = checked and bool(self.graph.layers)
         if checked not in self._opened:
             self._opened[checked] = self.make(checked)
@@ -251,6 +251,6 @@ class Sessions:
             provider=self.provider,
             num_threads=self.num_threads,
             weights=graph.weights,
-            keeps_memory=not checked,  # check outputs are many times what is stored, and asked for seldom
+            keeps_memory=not checked,  # check outputs are many times the records, and run seldom
         )
         return Session(session, [output.name for output in squeezed.model.graph.output], squeezed)

@@ -79,7 +79,7 @@ def check_supplied(spec: InputSpec) -> None:
 
 
 def supply(specs: Sequence[InputSpec], rows: int, length: int, mask: NDArray[Any] | None) -> Sample:
-    """What is fed beside the data: an empty past, ``position_ids`` by the mask, types of 0, no cache branch.
+    """Inputs that are fed besides the data: an empty past, ``position_ids`` by the mask, types of 0, no cache branch.
 
     Of a batch of ``rows`` samples; ``mask`` is ``(B, L)``, None where all are tokens.
     """
@@ -103,7 +103,7 @@ class ModelInputs:
         specs: the graph's inputs; ``rows`` says of some how many rows their table has, see ``count_rows``.
         mask: name of the attention mask ``(L,)`` of 0 and 1, 1 = a real token; by default one of ``MASK_NAMES``,
             if the graph has one. Where no row is padded, a mask that the source lacks is made.
-        seed_column: an integer column that is kept per sample, beside the inputs.
+        seed_column: an integer column that is kept per sample, besides the inputs.
         names: the inputs that the data must give, as a manifest lists them; by default all that they can.
         decoder: inputs of a second sequence, whose padding is not the mask's.
         decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
@@ -117,7 +117,7 @@ class ModelInputs:
         firsts: ``(N,)`` positions of padding in front of each sample; 0 without a mask.
 
     Raises:
-        ShdError: ``inputs-invalid``, naming the sample and input, what the graph wants and what was found.
+        ShdError: ``inputs-invalid``, naming the sample and input, what the graph takes and what was found.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ModelInputs:
         self._rows, self._pads = dict(rows or {}), dict(pads or {}) | ({} if groups is None else {groups: -1})
         self._groups = groups
         self._source = source if isinstance(source, Source) else ArraySource(source)
-        self._reading = threading.Lock()  # a file has one position, and a source need know nothing of threads
+        self._reading = threading.Lock()  # a file has one position, and a source need not be safe for threads
         columns = self._source.columns if names is None else names
         self._supplied = [spec for spec in specs if spec.part in SUPPLIED and spec.name not in columns]
         for spec in self._supplied:
@@ -187,12 +187,12 @@ class ModelInputs:
         return len(self.keys)
 
     def spec(self, name: str) -> InputSpec:
-        """What the graph says of one of ``names``."""
+        """The graph's specification of one of ``names``."""
         return self._specs[name]
 
     @property
     def remark(self) -> str | None:
-        """Columns that the graph does not take, and what the source says, such as how many texts were cut."""
+        """Columns that the graph does not take, and notes of the source, such as how many texts were cut."""
         unused = sorted({*self.ignored} - {*TOKEN_COLUMNS, *self._source.made_from, self.seed_column})
         ignored = f"left out, as the graph does not take them: {', '.join(unused)}" if unused else None
         return "; ".join(filter(None, (ignored, self._source.remark))) or None
@@ -258,7 +258,7 @@ class ModelInputs:
         return replace(batch, arrays=self.with_supplied(arrays))
 
     def with_supplied(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The arrays of ``names`` among these, and beside them what follows from them."""
+        """The arrays of ``names`` among these, and those that follow from them."""
         data = {name: arrays[name] for name in self.names}
         mask = None if self.mask is None else data[self.mask]
         lengths = [data[name].shape[1] for name in self._free] if mask is None else [mask.shape[1]]
@@ -326,13 +326,13 @@ class ModelInputs:
         return [name for name in self.names if name in self._source.columns]
 
     def _remedy(self, missing: Sequence[str]) -> str:
-        """What to do about missing columns: a tokenizer where the data hold text, or another name, or a mask of 1."""
+        """The remedy for missing columns: a tokenizer where the data hold text, or another name, or a mask of 1."""
         specs = [self._specs[name] for name in missing if len(self._specs[name].shape) == 2]
         tokens = any(np.dtype(spec.dtype).kind == "i" for spec in specs)
         for column in self._source.columns if tokens else ():
             try:
                 value = next(iter(self._source.rows([column])), {}).get(column)
-            except ShdError:  # a column of another kind, which is not asked for
+            except ShdError:  # a column of another kind, which is not needed
                 continue
             if isinstance(value, str):
                 named = "" if column == "text" else f" with --text-column {column}"
@@ -370,7 +370,7 @@ class ModelInputs:
         return sample
 
     def _check_groups(self, sample: Sample, index: int) -> None:
-        """Groups of a sample are of its tokens, and no more than them: they are memory that a file asks for."""
+        """Groups of a sample are of its tokens, and no more than them: they are memory that a file demands."""
         if self._groups is None:
             return
         groups, tokens = sample[self._groups], len(sample[self._groups if self.mask is None else self.mask])

@@ -25,13 +25,13 @@ _OF_CHECKS: Final = ("probs", "values", "merged", "groups", "sums", "weights")
 
 
 def _array(role: str) -> property:
-    """What a run gave of this role; ``KeyError`` where it was not asked for."""
+    """The output of this role; ``KeyError`` where it was not requested."""
     return property(lambda outputs: outputs.arrays[role])
 
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """What a run gave for one layer, by role as in ``SqueezedLayer``. Indexed by samples.
+    """Outputs of a run for one layer, by role as in ``SqueezedLayer``. Indexed by samples.
 
     ``row_mask`` ``(B, L)``, None: every row counts; ``ahead`` ``(B,)`` is ``looks_ahead`` where checks are no longer
     held; ``rows`` makes the maps of a layer that ran in tiles.
@@ -65,12 +65,12 @@ class LayerOutputs:
 
     @property
     def stored_mask(self) -> NDArray[np.bool_] | None:
-        """``row_mask`` of what is stored; None of pooled maps too, whose rows without weight are empty."""
+        """``row_mask`` of the stored rows; None of pooled maps too, whose rows without weight are empty."""
         return None if self.layer.rule.pooled else self.row_mask
 
     @property
     def has_check(self) -> bool:
-        """Whether it holds what the reference needs to judge the squeeze."""
+        """Whether it has all that the reference needs to check the squeeze."""
         return "merged" in self.arrays or self.rows is not None
 
     def tiles(
@@ -100,7 +100,7 @@ class LayerOutputs:
         whole = self.merged if self.rows is None else self.arrays.get("codes", np.zeros((len(self.alphas), 1, 1, 1)))
         ahead = [[np.triu(head, 1).any(axis=-1) for head in maps] for maps in whole]
         rows: NDArray[np.bool_] = np.any(ahead, axis=1)  # (B, L)
-        # What rows of padding look at is not stored (CACHE-129), and often all keys.
+        # Rows of padding are not stored (CACHE-129), and often attend to all keys.
         mask = None if self.stored_mask is None or rows.shape != self.stored_mask.shape else self.stored_mask
         seen: NDArray[np.bool_] = np.any(rows if mask is None else rows & mask, axis=1)
         return seen
@@ -137,13 +137,13 @@ class TargetOutputs:
 
     @property
     def positions(self) -> int | None:
-        """Rows of each sample, padding included; None of a classifier, and where nothing was asked for."""
+        """Rows of each sample, padding included; None of a classifier, and where nothing was requested."""
         return next((array.shape[-2] for array in self.arrays.values() if array.ndim == 3), None)
 
 
 @dataclass(frozen=True, eq=False)
 class BatchOutputs:
-    """What a batch gave. Indexed by samples, by their numbers in it; arrays of a single one have no batch axis."""
+    """Outputs of a batch. Indexed by samples, by their numbers in it; arrays of a single one have no batch axis."""
 
     indices: tuple[int, ...]
     keys: tuple[str, ...]

@@ -39,9 +39,9 @@ from shd_ref.teacher.session import (
 from shd_ref.teacher.sources import Arrays, Source
 
 CHECKED_BYTES: Final = 2**28
-"""Maps of the teacher and merged maps, in float32, that are asked of the graph at once (but at least a sample's)."""
+"""Maps of the teacher and merged maps, in float32, that one run of the graph gives (but at least a sample's)."""
 TARGET_BYTES: Final = 2**29
-"""Logits and hidden states, in float32, that are asked of the graph at once (but at least a sample's)."""
+"""Logits and hidden states, in float32, that one run of the graph gives (but at least a sample's)."""
 
 EXPORT_OTHERWISE: Final = (
     "export the model in evaluation mode (model.eval()), with the samples on the first axis of every input "
@@ -66,7 +66,7 @@ HEAD_ROWS: Final = 64
 
 @dataclass(eq=False)
 class TeacherRun:
-    """A teacher's graph, the inputs of a data set, and sessions: what precompute, verify and the studies share.
+    """A teacher's graph, the inputs of a data set, and sessions, shared by precompute, verify and the studies.
 
     Several threads may call ``squeeze``, after ``sessions.open``.
 
@@ -76,7 +76,7 @@ class TeacherRun:
         run: how samples run, one at a time where a batch would move their numbers.
         callers, num_threads: batches that run at once, 0 for one on the caller's thread; threads of a session.
         masks: by site the inputs that say which rows, and which keys, of its maps count.
-        logit_columns: classes that each teacher gives, padding included, once a run told.
+        logit_columns: classes that each teacher gives, padding included, known after a run.
     """
 
     graph: TeacherGraph
@@ -115,7 +115,7 @@ class TeacherRun:
         *,
         ahead: bool = False,
     ) -> TeacherRun:
-        """Load a teacher, read the whole data set, and refuse what cannot run, as early as it can be told.
+        """Load a teacher, read the whole data set, and refuse data that cannot run, as early as that is known.
 
         With ``ahead`` two threads will call ``squeeze``: sessions leave one to the second, and the file is hashed
         beside.
@@ -131,7 +131,7 @@ class TeacherRun:
             # A record must be its sample's alone: in a batch, others would move the scales that round it.
             run = replace(run, batch_size=1, batch_tokens=None)
         plans = _known_plans(graph)
-        # After what can be refused at once, because it reads the whole data set.
+        # After all that can be refused at once, because it reads the whole data set.
         inputs = ModelInputs(
             source,
             graph.specs,
@@ -157,7 +157,7 @@ class TeacherRun:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the user should know of the run, such as why samples run one at a time."""
+        """Notes for the user about the run, such as why samples run one at a time."""
         untiled = () if self.tiling is None else self.tiling.whole
         remarks = tuple(f"{tiles.site.label} is computed with whole maps: {tiles.reason}" for tiles in untiled)
         shared = (_SHARED_SCALES,) * self.graph.runs_alone
@@ -209,7 +209,7 @@ class TeacherRun:
         """The same with check outputs, of some layers at a time, as many as may be held; targets are in the first."""
         longest = max((array.shape[1] for array in batch.arrays.values() if array.ndim > 1), default=1)
         most = self._count_held(len(batch.arrays[self.inputs.names[0]]), longest)
-        if self.tiling is not None and self.graph.layers:  # what tiles read grows linearly with the length
+        if self.tiling is not None and self.graph.layers:  # the inputs of tiles grow linearly with the length
             heads, size = self.graph.num_heads, self.inputs.longest_axis(batch.indices)
             width = max(((site.d_v or 0) + (site.d_k or 0) for _, site in self.graph.layers), default=0)
             most = max(1, CHECKED_BYTES // (4 * heads * max(size, 1) * max(4 * width, 1)))
@@ -270,7 +270,7 @@ class TeacherRun:
         return MapRows(layer.rows, arrays, self.run.provider, self.num_threads, slice(count))
 
     def _extents(self, batch: Batch, layers: Sequence[LayerOutputs], targets: TargetOutputs) -> tuple[Extent, ...]:
-        """Of each sample; n is what its mask says, else the positions of its maps, of its rows or of its inputs."""
+        """Of each sample; n by its mask, else the positions of its maps, of its rows or of its inputs."""
         rows = targets.positions if self.graph.has_decoder_rows else None
         positions = None if self.graph.has_decoder_rows else targets.positions
         if layers:
@@ -314,7 +314,7 @@ class TeacherRun:
         }
 
     def groups(self, indices: Iterable[int]) -> Iterator[tuple[int, ...]]:
-        """Samples that run together: as many as asked for, or fewer where their logits would take too much memory."""
+        """Samples that run together: as many as requested, or fewer where their logits would take too much memory."""
         for chosen in self.inputs.groups(indices, self.run.batch_size, self.run.batch_tokens):
             remaining = chosen
             while remaining:
@@ -324,7 +324,7 @@ class TeacherRun:
                 remaining = remaining[size:]
 
     def checked_batches(self, indices: Iterable[int], most: int | None = None) -> Iterator[Batch]:
-        """The same with arrays, in batches small enough for check outputs, many times larger than what is stored."""
+        """The same with arrays, in batches small enough for check outputs, many times larger than the records."""
         for chosen in self.groups(indices):
             size = self.count_checked(chosen)
             size = size if most is None or self.inputs.fixed_batch is not None else min(size, most)
@@ -345,7 +345,7 @@ class TeacherRun:
         return max(1, CHECKED_BYTES // max(4 * maps * heads * longest**2, 1))
 
     def _count_targets(self, indices: Sequence[int]) -> int:
-        """How many of these samples may give logits and hidden states at once, by widths that a run tells."""
+        """How many of these samples may give logits and hidden states at once, by widths known from a run."""
         if not self.graph.targets.names or self.inputs.fixed_batch is not None:
             return len(indices)
         if self.sessions.target_columns is None:
@@ -393,7 +393,7 @@ _MOST_ROWS: Final = 256  # of more, the first see few of the keys that the last 
 
 
 def _choose_tiling(graph: TeacherGraph, inputs: ModelInputs, run: RunOptions) -> Tiling | None:
-    """Tiles of query rows where whole maps of a batch are large, or as asked for."""
+    """Tiles of query rows where whole maps of a batch are large, or as requested."""
     rows = run.tile if graph.groups is None else 0
     if rows is None:
         longest, samples = max(inputs.longest, 1), min(run.batch_size, len(inputs))

@@ -1,4 +1,4 @@
-"""What a source of model inputs is, and rows of arrays, JSON lines, Arrow and Parquet, one at a time in memory."""
+"""Sources of model inputs: rows of arrays, JSON lines, Arrow and Parquet, one at a time in memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Source(ABC):
 
     @property
     def remark(self) -> str | None:
-        """What a user should know about the last pass over the rows, if anything."""
+        """A note for the user about the last pass over the rows, if any."""
         return None
 
     def refuse(self, problem: str, index: int | None = None) -> ShdError:
@@ -115,7 +115,7 @@ class Spool:
 
 
 def _close(file: IO[bytes]) -> None:
-    with suppress(OSError):  # of bytes that a full disk did not take, as was told
+    with suppress(OSError):  # of bytes that a full disk did not take; the error is already raised
         file.close()
 
 
@@ -260,7 +260,7 @@ def _open_lines(path: Path) -> IO[bytes]:
 
 
 STATE_NAME: Final = "state.json"
-"""Beside the Arrow files of a data set that ``save_to_disk`` wrote: which they are, in order."""
+"""Lists the Arrow files of a data set that ``save_to_disk`` wrote, in order; in the same folder."""
 
 _BLOCK_ROWS: Final = 256  # of Parquet, decoded at a time
 
@@ -378,7 +378,7 @@ def _row_of(source: Source, batch: Any, number: int, index: int, columns: Sequen
 _DTYPES = {"halffloat": "float16", "float": "float32", "double": "float64", "bool": "bool"} | {
     f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
-"""What Arrow calls numbers, and NumPy's names."""
+"""Arrow's names of number types, and NumPy's."""
 
 
 def _value_of(scalar: Any) -> str | NDArray[Any]:

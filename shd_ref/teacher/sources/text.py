@@ -23,16 +23,16 @@ from shd_ref.teacher.sources.files import Row, Source, import_package
 from shd_ref.tokens import span_groups
 
 TOKEN_COLUMNS: Final = ("input_ids", "attention_mask", "token_type_ids")
-"""What a tokenizer adds to a row."""
+"""Columns that a tokenizer adds to a row."""
 
 GROUPS_COLUMN: Final = "token_groups"
 """The column that a student's tokenizer adds: characters that the teacher's tokens and the student's share."""
 
 CONFIG_NAME: Final = "tokenizer_config.json"
-"""Beside ``tokenizer.json`` in a folder: what the model takes."""
+"""Next to ``tokenizer.json`` in a folder: the settings of the model."""
 
 SECONDS: Final = 20.0
-"""What the tokenizer may take for its file, and for each 2^20 characters of text that are encoded together."""
+"""Memory that the tokenizer may take for its file, and for each 2^20 characters of text that are encoded together."""
 
 _SAVING: Final = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
 _HOW_TO_SAVE: Final = f"the folder has none; {_SAVING} writes it"
@@ -172,7 +172,7 @@ class TokenizedSource(Source):
 
 
 class _Tokenizer:
-    """A tokenizer in a process of its own (``tokenizing.py``), which begins with the file."""
+    """A tokenizer in a separate process (``tokenizing.py``), which begins with the file."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()
@@ -237,7 +237,7 @@ def _load_tokenizer(
     if limit is None and is_folder:
         limits = [_model_max_length(path / CONFIG_NAME), settings.positions]
         limit = min((length for length in limits if length), default=None)
-    # What the file itself says is what its texts were cut to once, and does not hold for transformers.
+    # The limit in the file is the one its texts were once cut to; transformers ignores it.
     limit = about["own"] if limit is None else limit
     if limit is None:
         return tokenizer, None, settings

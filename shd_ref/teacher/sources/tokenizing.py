@@ -2,7 +2,7 @@
 
 The rules of a ``tokenizer.json`` may take any time and memory: SIGALRM and a limit end it. It answers lines of JSON.
 
-transformers builds many tokenizers anew by the rules of their class, and takes from ``tokenizer.json`` only words and
+transformers rebuilds many tokenizers by the rules of their class, and takes from ``tokenizer.json`` only words and
 merges: where it is installed, each text must give the tokens that it gives.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
                 library = _load_library(tokenizer, **request)
                 answer = {}
             elif "limit" in request:
-                # By the strategy of the tokenizer's file, and from the side that its folder says, or else the file.
+                # By the strategy of the tokenizer's file, and from the side given in its folder, or else in the file.
                 truncation = (tokenizer.truncation or {}) | request["changes"]
                 settings = {name: truncation[name] for name in ("strategy", "direction") if name in truncation}
                 tokenizer.enable_truncation(request["limit"], **settings)
@@ -60,7 +60,7 @@ def _load(file: str, *, lower: bool, pairs: bool, **_: object) -> tuple[Any, dic
 
 
 def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool, **_: object) -> Any:
-    """What transformers makes of texts; None where that is the same by all rules, or cannot be told."""
+    """The tokens that transformers makes of texts; None where all rules give the same, or that is not known."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # it takes seconds, and more memory than there is
     try:
         from transformers import AutoTokenizer
@@ -68,7 +68,7 @@ def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool
         return _follow_settings(tokenizer, folder)
     try:
         library: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception:  # of a folder without a model's config.json, or with code of its own
+    except Exception:  # of a folder without a model's config.json, or with custom code
         return None
     backends = (tokenizer, getattr(library, "backend_tokenizer", None))
     rules = [json.loads(backend.to_str()) for backend in backends if backend]
@@ -85,7 +85,7 @@ def _load_library(tokenizer: Any, folder: str, limit: int | None, *, lower: bool
 
 
 def _follow_settings(tokenizer: Any, folder: str) -> None:
-    """The one setting that tells without its class what transformers would do."""
+    """The one setting that fixes the result of transformers whatever its class."""
     file = Path(folder, "tokenizer_config.json")
     config = json.loads(file.read_bytes()) if file.exists() else {}
     rules = b"" if tokenizer.normalizer is None else tokenizer.normalizer.__getstate__()

@@ -1,7 +1,7 @@
 """How each form of a record is made from a run of the teacher.
 
 Before the first shard each maker describes its form for the manifest (``describe_forms``); of each batch they make
-the parts of records (``make_records``) and measure what coding cost (``measure_errors``). ``attention.py``
+the parts of records (``make_records``) and measure the error of coding (``measure_errors``). ``attention.py``
 makes both forms of attention, ``rows.py`` all forms of rows. A form from elsewhere is one entry more in ``MAKERS``.
 """
 
@@ -38,13 +38,13 @@ def maker_of(form: Form) -> Maker[Any]:
 
 
 def describe_forms(work: TeacherRun, outputs: BatchOutputs) -> Forms:
-    """All that the options ask for, see ``Maker.describe``."""
+    """All forms that the options request, see ``Maker.describe``."""
     forms = [maker.describe(work, outputs) for maker in MAKERS.values()]
     return Forms(*(form for form in forms if form is not None))
 
 
 def options_for(forms: Held, *, has_targets: bool = True) -> dict[str, Any]:
-    """The ``PrecomputeOptions`` that ask for what a cache holds, all of it or its attention."""
+    """The ``PrecomputeOptions`` of a cache, all of them or those of its attention."""
     options: dict[str, Any] = {"form": NO_FORM, "hidden": ()}
     for form in forms.forms:
         of_form = maker_of(form).options(form) if has_targets or maker_of(form).BY_LAYER else {}
@@ -74,7 +74,7 @@ def make_records(outputs: BatchOutputs, forms: Held, seed_of: Callable[[int], in
 
 
 def measure_errors(outputs: BatchOutputs, records: Sequence[SampleRecord], forms: Held) -> Errors:
-    """What coding cost the rows that count, of the records of a batch with check outputs."""
+    """The error of coding in the rows that count, of the records of a batch with check outputs."""
     samples = [outputs[number] for number in range(len(records))]
     return Errors({form.SUBJECT: maker_of(form).measure(form, samples, records) for form in forms.forms})
 

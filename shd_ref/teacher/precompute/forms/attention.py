@@ -128,7 +128,7 @@ class AttentionMaker(Maker[AttentionT]):
             student_layer = layer.layer.student_layer
             stored, bound = form.decode_rows(record, student_layer), self.bound(form, layer, record.extent)
             num_rows, keys = form.map_shapes(record.extent)[form.column(student_layer)]
-            # Rows of padding hold nothing (CACHE-129), and factored records leave out those in front.
+            # Rows of padding are empty (CACHE-129), and factored records leave out those in front.
             counted = (np.arange(num_rows) >= record.first) | layer.layer.rule.pooled
             counted &= True if layer.stored_mask is None else layer.stored_mask[:num_rows]
             for rows, maps in layer.tiles(entries, shape=(num_rows, keys)):  # not all at once: a sample may be long
@@ -149,7 +149,7 @@ class MapsMaker(AttentionMaker[Maps]):
     NAME: ClassVar[str] = "maps"
 
     def describe_form(self, work: TeacherRun, outputs: BatchOutputs, squeeze: dict[str, Any]) -> Maps:
-        """Causal where no row that counts looks ahead; each record with its shape where maps are not square."""
+        """Causal where no row that counts attends to later keys; records have shapes where maps are not square."""
         axes = {layer.map_axes for layer in outputs.layers}
         one_sequence = {work.graph.site_kinds.kind(site) for _, site in work.graph.layers} <= {None, "encoder"}
         groups = work.options.groups
@@ -157,7 +157,7 @@ class MapsMaker(AttentionMaker[Maps]):
         has_shapes = has_shapes or groups is not None
         first = outputs.layers[0]
         rows = first.map_axes[0] if first.row_mask is None else first.row_mask.sum(axis=-1).max()
-        # Of one row, behind padding in front or not, none can tell.
+        # One row, behind padding in front or not, shows nothing.
         full = has_shapes or rows == 1 or any(layer.looks_ahead.any() for layer in outputs.layers)
         return Maps(
             **squeeze,
@@ -172,7 +172,7 @@ class MapsMaker(AttentionMaker[Maps]):
         coded: list[Any] = []
         for layer, (rows, keys) in zip(sample.layers, sample.extent.shapes, strict=True):
             where = f"record {sample.index} layer {layer.layer.student_layer}"
-            # Rows of padding may also look at padding at the end: they are emptied before that is refused.
+            # Rows of padding may also attend to padding at the end: they are emptied before that is refused.
             codes = cut_map(_without_padding(layer.codes[:, :rows], layer), rows, keys, where)
             in_graph = form.codec == CODED_IN_GRAPH and codes.dtype == code_dtype(CODED_IN_GRAPH)
             coded.append(np.ascontiguousarray(codes) if in_graph else encode(form.codec, codes))
@@ -196,7 +196,7 @@ class MapsMaker(AttentionMaker[Maps]):
 
 
 def matching_of(options: PrecomputeOptions, run: RunOptions) -> Matching | None:
-    """What the manifest says of plans that are matched on the data; None for others."""
+    """The manifest's entry for plans that are matched on the data; None for others."""
     if options.plan != MATCHED:
         return None
     return Matching(options.matched_by, options.calibration_samples, run.seed)
@@ -245,7 +245,7 @@ class FactorsMaker(AttentionMaker[Factors]):
         return Factors(**squeeze, support=support, factors=factors, padding=padding)
 
     def compare(self, work: TeacherRun, sample: BatchOutputs) -> None:
-        """Refuse maps that are not what queries and keys make (CACHE-143), under the mask that this sample has."""
+        """Refuse maps that differ from those of queries and keys (CACHE-143), under the mask that this sample has."""
         if not work.options.is_factored:
             return
         first, length = sample.extent.first, sample.extent.length
@@ -258,7 +258,7 @@ class FactorsMaker(AttentionMaker[Factors]):
             _compare_maps(layer, tiles, sample.extent, scales[layer.layer.student_layer], support, window)
 
     def make_codes(self, form: Factors, sample: BatchOutputs) -> list[Any]:
-        """Queries and keys of each layer, where the teacher masked the sample as the manifest says."""
+        """Queries and keys of each layer, where the teacher masked the sample as in the manifest."""
         _check_sample(sample, form.support, [factors.window for factors in form.factors])
         return [encode_factors(form.codec, *_cut(layer, sample.extent)) for layer in sample.layers]
 
@@ -277,7 +277,7 @@ class FactorsMaker(AttentionMaker[Factors]):
         return merge_errors(CodecError, errors)
 
     def bound(self, form: Factors, layer: LayerOutputs, extent: Extent) -> Bound:
-        """By CACHE-151, and what queries and keys may make otherwise than the teacher."""
+        """By CACHE-151, and the difference that queries and keys may make from the teacher's maps."""
         factors = form.factors[form.column(layer.layer.student_layer)]
         bound = factored_kl_bound(form.codec, *_cut(layer, extent), factors.scale, form.support)
         # A merged row is moved at most as far as the row of its head that is moved the most.
@@ -350,7 +350,7 @@ def describe_mask(spans: Sequence[NDArray[Any]]) -> tuple[str, tuple[int | None,
 
 
 def read_spans(work: TeacherRun, outputs: BatchOutputs) -> list[NDArray[Any]]:
-    """What ``describe_mask`` takes, without padding in front, which would hide a short window."""
+    """The input of ``describe_mask``, without padding in front, which would hide a short window."""
     index = outputs.indices[0]
     if work.inputs.firsts[index]:
         alone = work.inputs.unmasked(work.inputs.batch([index]))
@@ -360,7 +360,7 @@ def read_spans(work: TeacherRun, outputs: BatchOutputs) -> list[NDArray[Any]]:
 
 
 def check_mask(sample: BatchOutputs, support: str, windows: Sequence[int | None]) -> None:
-    """Refuse a teacher that masked this sample in another way than ``describe_mask`` says (CACHE-143)."""
+    """Refuse a teacher that masked this sample in another way than by ``describe_mask`` (CACHE-143)."""
     first, length = sample.extent.first, sample.extent.length
     for outputs, window in zip(sample.layers, windows, strict=True):
         layer = outputs.layer

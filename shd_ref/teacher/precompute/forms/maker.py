@@ -22,7 +22,7 @@ class Maker(ABC, Generic[FormT]):
 
     @abstractmethod
     def describe(self, work: TeacherRun, outputs: BatchOutputs) -> FormT | None:
-        """The form as the manifest will have it, by longest samples; None where the options do not ask for it."""
+        """The form as the manifest will have it, by longest samples; None where the options do not request it."""
 
     def files(self, work: TeacherRun, form: FormT) -> Mapping[str, Sequence[Any]]:
         """Pieces of ``form.files``, by name."""
@@ -30,7 +30,7 @@ class Maker(ABC, Generic[FormT]):
 
     @abstractmethod
     def options(self, form: FormT) -> dict[str, Any]:
-        """The ``PrecomputeOptions`` that ask for what a cache holds."""
+        """The ``PrecomputeOptions`` that make such a cache."""
 
     def compare(self, work: TeacherRun, sample: BatchOutputs) -> None:
         """Refuse maps that this form cannot make (``graph-unsupported``), of some layers with check outputs."""
@@ -41,13 +41,13 @@ class Maker(ABC, Generic[FormT]):
 
     @abstractmethod
     def measure(self, form: FormT, samples: Sequence[BatchOutputs], records: Sequence[SampleRecord]) -> RowError:
-        """What coding cost these samples, on the rows that count; of attention they have check outputs."""
+        """The error of coding these samples, on the rows that count; of attention they have check outputs."""
 
     @abstractmethod
     def recheck(
         self, form: FormT, dtype: str, sample: BatchOutputs, record: SampleRecord, entries: int | None = None
     ) -> tuple[int, float]:
-        """Refuse a record that is not what the teacher gives now (CACHE-91); rows compared, largest difference.
+        """Refuse a record that differs from the teacher's results now (CACHE-91); rows compared, largest difference.
 
         Of all rows, or of maps on rows of so many entries, see ``LayerOutputs.tiles``.
         """
@@ -60,7 +60,7 @@ def tolerance_of(name: str, dtype: str) -> float:
 
 
 def not_now(record: SampleRecord, what: str, limit: float, got: float) -> ShdError:
-    """The error for a record that is farther from what the teacher gives now than coding and a rerun may move it."""
+    """The error for a record that differs from the teacher by more than coding and a rerun account for."""
     return ShdError(
         "cache-mismatch",
         f"record {record.index} (key {record.key}) {what} must equal what the teacher gives now within {limit:.4f}, "

@@ -1,6 +1,6 @@
 """Targets that are rows: logits, hidden states, embeddings, and last states with the teacher's head.
 
-A maker says what the teacher gave for each part of its form (``values``); coding, measuring and comparing them with
+A maker returns the teacher's rows for each part of its form (``values``); coding, measuring and comparing them with
 another run is then one for all.
 """
 
@@ -35,7 +35,7 @@ class RowsMaker(Maker[RowsT]):
 
     @abstractmethod
     def values(self, form: RowsT, sample: BatchOutputs) -> Iterator[NDArray[np.float32]]:
-        """What the teacher gave for each part of the form: rows, padding included, or the one row of a sample."""
+        """The teacher's rows for each part of the form, padding included, or the one row of a sample."""
 
     def rows(
         self, form: RowsT, sample: BatchOutputs, extent: Extent
@@ -133,7 +133,7 @@ class LogitsMaker(RowsMaker[Logits]):
 
 
 class HiddenMaker(RowsMaker[Hidden]):
-    """Makes ``Hidden``; which layers there are, the graph says."""
+    """Makes ``Hidden``; the graph gives the layers."""
 
     def describe(self, work: TeacherRun, outputs: BatchOutputs) -> Hidden | None:
         layers = []
@@ -228,7 +228,7 @@ class ExactMaker(RowsMaker[Exact]):
 def _with_head(work: TeacherRun, codec: str, rows: str) -> tuple[Exact, Sequence[Any]]:
     """The form of a teacher, and the pieces of its head's file."""
     graph_head, size = work.graph.targets.head, work.options.vocab_size
-    assert graph_head is not None  # it was asked for
+    assert graph_head is not None  # the options request it
     columns = len(graph_head.head.weight)
     rule = f"be at most {columns}, the classes of the teacher's head"
     need(size is None or size <= columns, "argument-value", "vocab_size", rule, size, spec_id="CACHE-188")
