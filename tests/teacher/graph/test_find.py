@@ -85,19 +85,6 @@ def test_queries_and_keys_of_one_tensor_are_self_attention_however_they_are_proj
     assert only_site(attention_on(build, query(build), key(build))).cross is cross
 
 
-def test_learned_values_beside_the_sequence_repeat_no_heads() -> None:
-    """``bias_kv`` is there once for every sample."""
-
-    def joined(build: GraphBuilder, values: str) -> str:
-        batch = build.op("Slice", build.op("Shape", values), [0], [1])
-        shape = build.op("Concat", batch, [2, 1, 3], axis=0)
-        learned = build.op("Expand", np.ones((1, 2, 1, 3), np.float32), shape)
-        return build.op("Concat", learned, values, axis=2)
-
-    site = only_site(attention_on_inputs(change_keys=joined))
-    assert (site.supported, site.num_heads, site.num_kv_heads) == (True, 2, 2)
-
-
 def test_classifiers_and_routers_are_no_sites() -> None:
     build = GraphBuilder()
     scores = build.op("MatMul", "x", random_projection(6, 4))

@@ -24,7 +24,7 @@ from support.attention_graphs import (
 )
 from support.refusals import refusal
 
-from shd_ref.teacher import find_sites, load_teacher, open_session, projection_of
+from shd_ref.teacher import find_factors, find_sites, load_teacher, open_session, projection_of
 from shd_ref.teacher.rewrite.tiles import find_tiles
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -206,15 +206,6 @@ def test_every_operator_set(opset: int) -> None:
     squeeze_and_compare(model, inputs_of())
 
 
-@pytest.mark.parametrize("opset", [11, 12])
-def test_older_operator_sets_are_converted(opset: int, tmp_path: Path) -> None:
-    model = attention_on_inputs(LOGITS["Mul and Sub"], opset=opset, **FIXED)
-    for node in model.graph.node:  # in these sets softmax flattens what comes after its axis
-        if node.op_type == "Softmax":
-            node.attribute[0].i = 3
-    squeeze_and_compare(loaded(model, tmp_path), inputs_of())
-
-
 def add_sink(build: GraphBuilder, logits: str) -> str:
     sinks = build.const(np.float32([1.0, 0.0]).reshape(1, 2, 1, 1))
     shape = build.op("Shape", logits)
@@ -340,48 +331,24 @@ def test_attention_inside_control_flow_is_refused(merged: bool) -> None:
         )
 
 
-def by_equations(scores: str, context: str) -> onnx.ModelProto:
-    """The attention of ``attention_on_inputs`` by two equations; the operands are turned to their letters."""
-    build = GraphBuilder()
+@pytest.mark.parametrize("order", [1, -1], ids=["queries and maps first", "second"])
+def test_both_products_by_equation(order: int, tmp_path: Path) -> None:
+    def equation(build: GraphBuilder, output: str, **operands: str) -> str:
+        pairs = list(operands.items())[::order]
+        letters = ",".join(term for term, _ in pairs)
+        return build.op("Einsum", *(name for _, name in pairs), equation=f"{letters}->{output}")
 
-    def turn(name: str, have: str, want: str) -> str:
-        return build.op("Transpose", name, perm=[have.index(letter) for letter in want])
+    def normalise(build: GraphBuilder, _: str) -> str:
+        return build.op("Softmax", equation(build, "bhls", bhld="q", bhsd="k"), axis=-1)
 
-    def product(equation: str, **operands: tuple[str, str]) -> tuple[str, str]:
-        terms, result = equation.split("->")
-        pairs = [(operands["left" if "l" in term else "right"], term) for term in terms.split(",")]
-        return build.op("Einsum", *(turn(*operand, term) for operand, term in pairs), equation=equation), result
+    def multiply(build: GraphBuilder, probs: str) -> str:
+        return build.op("Transpose", equation(build, "bhdl", bhls=probs, bhsd="k"), perm=[0, 1, 3, 2])
 
-    logits, have = product(scores, left=("q", "bhld"), right=("k", "bhsd"))
-    if have[-1] != "s":
-        logits, have = turn(logits, have, "bhls"), "bhls"
-    probs = build.op("Softmax", logits, axis=-1)
-    heads, have = product(context, left=(probs, have), right=("k", "bhsd"))
-    flat = build.op("Reshape", turn(heads, have, "blhd"), [0, 0, 6])
-    output = build.op("MatMul", flat, random_projection(6, 5))
-    tensors = {"q": ["batch", 2, "rows", 3], "k": ["batch", 2, "keys", 3]}
-    return build.model({name: (TensorProto.FLOAT, shape) for name, shape in tensors.items()}, [output])
-
-
-@pytest.mark.parametrize(
-    ("scores", "context"),
-    [
-        ("bhld,bhsd->bhls", "bhls,bhsd->bhld"),
-        ("bshd,blhd->bhls", "bshd,bhls->blhd"),  # the map second
-        ("hbld,hbsd->hbls", "hbls,hbsd->hbld"),
-        ("blhd,bshd->blhs", "blhs,bshd->blhd"),
-        ("blhd,bhds->lbhs", "lbhs,bhds->bhdl"),
-        ("blhd,bshd->bslh", "bhls,bhsd->bhdl"),
-    ],
-)
-def test_both_products_by_equation(scores: str, context: str, tmp_path: Path) -> None:
-    model, feeds = loaded(by_equations(scores, context), tmp_path), inputs_of(rows=3, keys=5)
-    site, other = only_site(model), only_site(attention_on_inputs())
-    assert (site.num_heads, site.d_k, site.d_v, site.cross) == (other.num_heads, other.d_k, other.d_v, other.cross)
-    logits = feeds["q"] @ feeds["k"].swapaxes(2, 3)
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    probs = check_outputs(model, feeds)
-    np.testing.assert_allclose(probs, powers / powers.sum(axis=-1, keepdims=True), atol=1e-5)
+    model, feeds = attention_on_inputs(normalise=normalise, multiply=multiply), inputs_of(rows=3, keys=5)
+    model, plain = loaded(model, tmp_path), attention_on_inputs()
+    np.testing.assert_allclose(check_outputs(model, feeds), check_outputs(plain, feeds), atol=1e-5)
+    (factors,) = find_factors(model, find_sites(model))
+    assert factors.supported, factors.reason
 
 
 MIXING = np.float32([[0.5, -1.0], [2.0, 0.25]])
@@ -418,32 +385,20 @@ def mixed_over_rows(build: GraphBuilder, probs: str) -> str:
     return build.op("Transpose", build.op("MatMul", turned, weight), perm=[0, 1, 3, 2])
 
 
-def smoothed_over_layers() -> onnx.ModelProto:
-    """Two layers; what the second one's values meet is the mean of both maps."""
-    build = GraphBuilder()
-
-    def heads(source: str, seed: int) -> str:
-        projected = build.op("MatMul", source, random_projection(6, 6, seed))
-        return build.op("Transpose", build.op("Reshape", projected, [0, 0, 2, 3]), perm=[0, 2, 1, 3])
-
-    def probs(source: str, seed: int) -> str:
-        key = build.op("Transpose", heads(source, seed + 1), perm=[0, 1, 3, 2])
-        return build.op("Softmax", build.op("MatMul", heads(source, seed), key), axis=-1)
-
-    def attend(source: str, probs: str, seed: int) -> str:
-        context = build.op("MatMul", probs, heads(source, seed))
-        return build.op("Add", source, build.project(context, 6, 6, seed + 1))
-
-    first = probs("x", 1)
-    middle = attend("x", first, 3)
-    mean = build.op("Mul", build.op("Add", first, probs(middle, 5)), np.float32(0.5))
-    return build.model({"x": (TensorProto.FLOAT, ["batch", "rows", 6])}, [attend(middle, mean, 7)])
-
-
 def test_a_layer_whose_map_takes_part_in_another_keeps_its_own() -> None:
-    first, second = find_sites(smoothed_over_layers())
-    assert first.supported, first.reason
-    assert not second.supported
+    """Two layers; the values of the second one are multiplied by the mean of both maps."""
+    build = GraphBuilder()
+    maps = [
+        build.op("Softmax", build.op("MatMul", "q", build.op("Transpose", keys, perm=[0, 1, 3, 2])), axis=-1)
+        for keys in ("k", build.op("Tanh", "k"))
+    ]
+    mean = build.op("Mul", build.op("Add", *maps), np.float32(0.5))
+    outputs = [
+        build.project(build.op("MatMul", probs, "k"), 6, 5, seed) for seed, probs in enumerate((maps[0], mean))
+    ]
+    first, second = find_sites(build.model(FIXED, outputs))
+    assert (first.supported, second.supported) == (True, False), first.reason
+    assert [first.name, second.name] == maps
     assert "made of its map by other operators" in str(second.reason)
 
 

@@ -9,7 +9,14 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from support.attention_graphs import GraphBuilder, encoder_layer, only_site, saved, squeeze_and_compare
+from support.attention_graphs import (
+    GraphBuilder,
+    attention_on_inputs,
+    encoder_layer,
+    only_site,
+    saved,
+    squeeze_and_compare,
+)
 from support.refusals import refusal
 
 from shd_ref.teacher import find_sites, hash_teacher, load_teacher
@@ -177,18 +184,10 @@ def test_the_hash_of_a_teacher_covers_weights_wherever_they_are(place: str, tmp_
 
 
 def test_local_functions_are_inlined(tmp_path: Path) -> None:
-    build = GraphBuilder()
-    probs = build.op("OwnSoftmax", "logits", domain="local")
-    output = build.project(build.op("MatMul", probs, "values"), 6, 5)
-    inputs = {
-        "logits": (TensorProto.FLOAT, ["batch", 2, "rows", "keys"]),
-        "values": (TensorProto.FLOAT, ["batch", 2, "keys", 3]),
-    }
-    model = build.model(inputs, [output])
+    model = attention_on_inputs(normalise=lambda build, logits: build.op("Own", logits, domain="local"))
     inner = helper.make_node("Softmax", ["z"], ["p"], axis=-1)
-    model.functions.append(
-        helper.make_function("local", "OwnSoftmax", ["z"], ["p"], [inner], [helper.make_opsetid("", 18)])
-    )
+    opset = [helper.make_opsetid("", 18)]
+    model.functions.append(helper.make_function("local", "Own", ["z"], ["p"], [inner], opset))
     model.opset_import.append(helper.make_opsetid("local", 1))
     assert only_site(load_teacher(saved(model, tmp_path))).supported
 
