@@ -75,23 +75,6 @@ def test_padded_classes_are_cut_and_parts_are_merged(padded: Path, tmp_path: Pat
         merge_caches(parts, tmp_path / "again")
 
 
-def test_another_teachers_head_is_not_resumed(padded: Path, tmp_path: Path) -> None:
-    precompute(padded, inputs_of(), tmp_path / "cache", replace(ALONE, vocab_size=50), RUN)
-    for changes in ({"hidden_codec": "int8"}, {"vocab_size": None}, {"hidden": (1, LAST)}):
-        with refusal("cache-mismatch"):
-            options: Any = replace(ALONE, **{"vocab_size": 50, **changes})  # type: ignore[arg-type]
-            precompute(padded, inputs_of(), tmp_path / "cache", options, RUN)
-
-
-def test_rows_alone_are_also_of_a_teacher_in_tiles(padded: Path, tmp_path: Path) -> None:
-    for tile in (None, 4):
-        precompute(padded, inputs_of(), tmp_path / str(tile), ALONE, replace(RUN, tile=tile))
-    whole, tiled = (CacheReader(tmp_path / str(tile)) for tile in (None, 4))
-    for key in whole:
-        rows = [reader.decode_last(reader.read(key)) for reader in (whole, tiled)]
-        np.testing.assert_allclose(*rows, atol=1e-5)
-
-
 def test_a_head_of_another_kind_is_refused(padded: Path, tmp_path: Path) -> None:
     model = onnx.load(padded)
     (last,) = [node for node in model.graph.node if "logits" in node.output]

@@ -52,10 +52,13 @@ def teacher_maps(teacher: Path, inputs: dict[str, NDArray[Any]], index: int) -> 
     return read_site(load_teacher(teacher), feeds)
 
 
-@pytest.mark.parametrize("codec", ["sqrt8-row", "u4", "float32"])
-def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "strategy"),
+    [("sqrt8-row", "shd"), ("u4", "shd"), ("float32", "shd"), ("float32", "hard"), ("float32", "mean")],
+)
+def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, codec: str, strategy: str) -> None:
     inputs = make_inputs()
-    options = PrecomputeOptions(num_student_heads=2, codec=codec, temperature=1.5)
+    options = PrecomputeOptions(num_student_heads=2, codec=codec, strategy=strategy, temperature=1.5)
     progress: list[tuple[int, int, int]] = []
     summary = precompute(teacher, inputs, tmp_path / "cache", options, RUN, on_progress=lambda *p: progress.append(p))
     assert summary.samples == NUM_SAMPLES
@@ -70,44 +73,16 @@ def test_cache_holds_what_the_reference_computes(teacher: Path, tmp_path: Path, 
     for index in range(NUM_SAMPLES):
         probs, outputs = teacher_maps(teacher, inputs, index)
         length = probs.shape[-1]
-        reference = squeeze_heads(probs, outputs, 2, temperature=1.5)
+        reference = squeeze_heads(probs, outputs, 2, strategy=strategy, temperature=1.5)
         key = sample_key({"x": inputs["x"][index, :length], "mask": inputs["mask"][index, :length]})
         record = reader.read(key)
         assert record.length == length
         assert record.index == index
         exact = decode(codec, encode(codec, reference.probs[0].astype(np.float32)))
         np.testing.assert_allclose(reader.decode(record, 0), exact, atol=limit if codec == "float32" else 0.01)
-        np.testing.assert_allclose(np.clip(record.parts["alphas"][0], 0, 1), reference.alphas[0][0], atol=1e-3)
+        if strategy == "shd":
+            np.testing.assert_allclose(np.clip(record.parts["alphas"][0], 0, 1), reference.alphas[0][0], atol=1e-3)
         np.testing.assert_allclose(record.parts["mixing"][0], reference.mixing[0], atol=1e-3)
-
-
-@pytest.mark.parametrize("strategy", ["hard", "mean"])
-def test_other_strategies_reach_the_cache(teacher: Path, tmp_path: Path, strategy: str) -> None:
-    inputs = make_inputs()
-    options = PrecomputeOptions(num_student_heads=2, strategy=strategy, codec="float32")
-    precompute(teacher, inputs, tmp_path / "cache", options, RUN)
-    reader = CacheReader(tmp_path / "cache")
-    for record in map(reader.read, reader):
-        probs, outputs = teacher_maps(teacher, inputs, record.index)
-        reference = squeeze_heads(probs, outputs, 2, strategy=strategy)
-        np.testing.assert_allclose(reader.decode(record, 0), reference.probs[0], atol=2e-5)
-        assert "mixing" in record.parts
-        np.testing.assert_allclose(record.parts["mixing"][0], reference.mixing[0], atol=1e-3)
-
-
-def test_batching_and_order_do_not_matter(teacher: Path, tmp_path: Path) -> None:
-    inputs = make_inputs()
-    precompute(teacher, inputs, tmp_path / "a", OPTIONS, RUN)
-    shuffled = {name: array[::-1].copy() for name, array in inputs.items()}
-    wider = {name: np.concatenate([a, np.zeros_like(a[:, :3])], axis=1) for name, a in shuffled.items()}
-    run = RunOptions(mask="mask", batch_size=7, samples_per_shard=3, seed=5)
-    precompute(teacher, wider, tmp_path / "b", OPTIONS, run)
-    first, second = CacheReader(tmp_path / "a"), CacheReader(tmp_path / "b")
-    assert sorted(first) == sorted(second)
-    for key in first:
-        one, two = first.read(key), second.read(key)
-        np.testing.assert_allclose(first.decode(one, 0), second.decode(two, 0), atol=0.01)
-        np.testing.assert_allclose(one.parts["alphas"], two.parts["alphas"], atol=1e-4)
 
 
 def test_verify_runs_the_teacher_again(teacher: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from support.makers import contents
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, Receipt, sample_key
+from shd_ref.cache import CacheReader, Receipt
 from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.precompute.engine import PrecomputeJob, precompute
 
@@ -94,12 +94,15 @@ def checked_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, checked_bytes: Callable[[int], None]) -> None:
     """Not in check outputs of its whole batch, which need not fit."""
-    onnx.save(bare_attention(4), tmp_path / "teacher.onnx")
-    inputs = bare_samples(32, 12)
-    inputs["values_0"][20, 1, 3] = np.nan
+    onnx.save(bare_attention(4, num_layers=2), tmp_path / "teacher.onnx")
+    inputs = bare_samples(32, 12, num_layers=2)
+    inputs["values_1"][20, 1, 3] = np.nan
     checked_bytes(1)
     run = RunOptions(batch_size=16, samples_per_shard=32, mask="mask", num_threads=1)
-    with calls_of("run_batch") as calls, refusal("not-finite", "sample 20 .*head 1"):
+    with (
+        calls_of("run_batch") as calls,
+        refusal("not-finite", r"sample 20 \(key .* at layer 1 \(softmax_1\), head 1: "),
+    ):
         precompute(tmp_path / "teacher.onnx", inputs, tmp_path / "cache", OPTIONS, run)
     runs = [
         (len(call["batch"].indices), any("merged" in name for name in call["names"]))
@@ -107,7 +110,7 @@ def test_a_fault_is_looked_for_in_its_own_sample(tmp_path: Path, checked_bytes: 
         if any("alphas" in name for name in call["names"])  # not the teacher's own maps alone
     ]
     # Besides, one sample was looked at alone and with another.
-    assert sorted(count for count, checked in runs if checked)[-2:] == [1, 2]
+    assert {count for count, checked in runs if checked} == {1, 2}
     assert [count for count, checked in runs if not checked] == [1, 16, 16]
 
 
@@ -153,24 +156,6 @@ def test_another_teacher_does_not_resume(begun: Path, tmp_path: Path) -> None:
         precompute(saved(model, tmp_path), make_tokens(), begun, OPTIONS, RUN)
 
 
-def broken_maps() -> dict[str, NDArray[Any]]:
-    arrays = bare_samples(9, 6, num_layers=2)
-    arrays["mask"][4, 3:5] = 0  # not at the end, where the mask would be cut, and the maps not
-    for layer in range(2):
-        arrays[f"logits_{layer}"][4, :, :, 3:5] = -1e9
-    return arrays
-
-
-def test_the_head_that_gives_nan_is_named(tmp_path: Path) -> None:
-    onnx.save(bare_attention(4, num_layers=2), tmp_path / "teacher.onnx")
-    arrays = broken_maps()
-    arrays["values_1"][7, 2, 3, 0] = np.inf
-    key = sample_key({name: array[7] for name, array in arrays.items()})
-    run = RunOptions(mask="mask", batch_size=3, samples_per_shard=2)
-    with refusal("not-finite", rf"sample 7 \(key {key}\): .* at layer 1 \(softmax_1\), head 2: "):
-        precompute(tmp_path / "teacher.onnx", arrays, tmp_path / "cache", OPTIONS, run)
-
-
 def test_inputs_that_the_teacher_cannot_run_on_are_named(tmp_path: Path) -> None:
     build = GraphBuilder()
     half = random_projection(2, 12)
@@ -183,13 +168,6 @@ def test_inputs_that_the_teacher_cannot_run_on_are_named(tmp_path: Path) -> None
     kinds[5, 1] = 7
     with refusal("inputs-invalid", r"samples \[.*5.* failed: "):
         precompute(saved(model, tmp_path), {"kind": kinds}, tmp_path / "cache", OPTIONS, RunOptions())
-
-
-def test_ids_beyond_the_vocabulary_are_named(teacher: Path, tmp_path: Path) -> None:
-    inputs = make_tokens()
-    inputs["input_ids"][31, 0] = 50
-    with refusal("inputs-invalid", r"row 31: input_ids must be 0 to 49.* got 50 at position 0"):
-        precompute(teacher, inputs, tmp_path, OPTIONS, RUN)
 
 
 @pytest.mark.parametrize("how", ["sliced", "chosen", "given"])

@@ -15,7 +15,7 @@ from support.commands import shd
 from shd_ref.cache import CODECS, FACTORED_CODECS, CacheReader, CodecError, Receipt
 from shd_ref.teacher import PrecomputeOptions, RunOptions, forecast_cache
 from shd_ref.teacher.precompute.engine import precompute
-from shd_ref.teacher.study.forecast import Forecast, FormForecast, advise
+from shd_ref.teacher.study.forecast import FormForecast, advise
 
 OPTIONS = PrecomputeOptions(num_student_heads=2)
 
@@ -120,21 +120,6 @@ def test_the_smallest_that_is_exact_enough_is_advised() -> None:
     assert advise([INT8, U4]).title == "factored int8"  # none is: the nearest
     coarse = way("maps coarse", 90, 0.009)
     assert advise([coarse, *WAYS]).title == "factored float16"  # as large, and more exact
-
-
-def test_the_form_turns_with_the_length(teacher: Path) -> None:
-    """Four heads of width 3 with as many key heads, to two: 2 L bytes per row against 8 (3 + 4) or 8 (2 x 3)."""
-
-    def forecast(length: int) -> Forecast:
-        inputs = token_samples(4, length, least=length)
-        return forecast_cache(teacher, inputs, OPTIONS, samples=2)
-
-    short, long = forecast(20), forecast(60)
-    assert (short.taken.title, long.taken.title) == ("maps sqrt8-row", "factored float16")
-    assert {way.codec: way.bytes_per_sample for way in long.ways if way.form == "factored"} == {
-        "float16": 4 * (2 * 4 + 2) + 60 * 2 * 8 * 3,
-        "int8": 4 * (2 * 4 + 2) + 60 * 8 * (3 + 4),
-    }
 
 
 def test_commands_print_and_write_nothing(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
