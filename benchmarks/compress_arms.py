@@ -178,7 +178,6 @@ def measure_search(run: Run, costs: Costs, count: int = 10) -> dict[str, Any]:
     one, losses = statistics.median(seconds["alone"]), seconds["losses"]
     return {
         "machine": processor(),
-        "cost_errors": costs.errors,
         "students": [design.describe(run.space) for design in designs],
         "processor_seconds": seconds,
         "ten_to_one": sum(seconds["shared"]) / one,
@@ -322,7 +321,6 @@ def main() -> None:
             "measure": run.task.MEASURE,
             "steps": arguments.steps,
             "about": about,
-            "cost_errors": costs.errors,
             "arms": rows,
         }
         save(results, RESULT)

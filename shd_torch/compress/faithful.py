@@ -34,6 +34,8 @@ def check_teacher(
     problem, library = "", "transformers"
     if isinstance(task, SentenceEncoder) or (isinstance(task, Reranker) and (folder / MODULES).exists()):
         library = "sentence-transformers"
+        if find_spec("sentence_transformers") is None:
+            return None
     try:
         for size in (len(texts), 1):
             if isinstance(task, SentenceEncoder):
@@ -42,7 +44,7 @@ def check_teacher(
                 expected = _score(task, folder, texts, max_length, size)
             else:
                 expected = summarise(task, forward, _tokenise(folder, texts, max_length, model, size))
-            remark, problem = PADS_FRONT if problem else None, "" if expected is None else _compare(output, expected)
+            remark, problem = PADS_FRONT if problem else None, _compare(output, expected)
             if not problem:
                 return remark
     except ShdError:  # our own word on what it gave
@@ -68,10 +70,8 @@ def _distances(first: Tensor, second: Tensor) -> Tensor:
     return (first - second).reshape(len(first), -1).square().mean(-1).sqrt()
 
 
-def _encode(folder: Path, texts: list[tuple[str, ...]], max_length: int | None, size: int) -> Tensor | None:
-    """What ``SentenceTransformer.encode`` gives; None where it is not installed."""
-    if find_spec("sentence_transformers") is None:
-        return None
+def _encode(folder: Path, texts: list[tuple[str, ...]], max_length: int | None, size: int) -> Tensor:
+    """What ``SentenceTransformer.encode`` gives."""
     from sentence_transformers import SentenceTransformer
 
     precision = {"dtype": "float32"}  # as the teacher runs
@@ -82,12 +82,8 @@ def _encode(folder: Path, texts: list[tuple[str, ...]], max_length: int | None, 
     return encoder.encode(firsts, batch_size=size, show_progress_bar=False, convert_to_tensor=True)
 
 
-def _score(
-    task: Task, folder: Path, texts: list[tuple[str, ...]], max_length: int | None, size: int
-) -> Tensor | None:
-    """What ``CrossEncoder.predict`` gives before its activation; None as above."""
-    if find_spec("sentence_transformers") is None:
-        return None
+def _score(task: Task, folder: Path, texts: list[tuple[str, ...]], max_length: int | None, size: int) -> Tensor:
+    """What ``CrossEncoder.predict`` gives before its activation."""
     from sentence_transformers import CrossEncoder
 
     precision: Any = {"dtype": "float32"}

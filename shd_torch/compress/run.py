@@ -199,7 +199,7 @@ def _compress(run: Run) -> dict[str, Any]:
         return document
     schedule = run.follow(
         Schedule.read(
-            run.find("schedule", lambda: run.schedule(_measure_paces(run, copy.deepcopy(run.model), graph)).write())
+            run.find("schedule", lambda: asdict(run.schedule(_measure_paces(run, copy.deepcopy(run.model), graph))))
         )
     )
     document["space"] = asdict(run.space)

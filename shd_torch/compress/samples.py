@@ -124,7 +124,9 @@ def read_rows(
             row.setdefault("attention_mask", np.ones_like(row["input_ids"]))
     rows = [_without_padding(row) for row in rows]
     lengths = map(length_of, rows) if most is not None else ()
-    if (long := next(((at, length) for at, length in enumerate(lengths) if length > (most or 0)), None)) is not None:
+    if (
+        long := next(((row, length) for row, length in enumerate(lengths) if length > (most or 0)), None)
+    ) is not None:
         raise inputs_invalid(f"{argument}, row {long[0]}: {TOO_LONG.format(most=most, got=long[1])}")
     return rows
 

@@ -32,9 +32,6 @@ from shd_torch.shrink.options import ShrinkOptions
 from shd_torch.shrink.sizes import make_student
 from shd_torch.shrink.student import plan_student
 
-_CHECKED: Final = 3
-"""Students of mixed sizes that the sums are compared with."""
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -45,7 +42,6 @@ class Costs:
         heads: of a layer's attention, beyond the smallest's, by its number of heads ``(settings, options)``.
         neurons: of a layer with the smallest attention, by its number of neurons ``(settings, options)``.
         teacher: of the teacher, fused and in float.
-        errors: of students of mixed sizes, the sum over the measured time, less 1.
         reads_first: the head reads the first position alone, so that the last layer takes almost no time.
     """
 
@@ -54,7 +50,6 @@ class Costs:
     neurons: list[list[float]]
     teacher: list[float]
     teacher_int8: list[float] | None
-    errors: list[float]
     reads_first: bool = False
 
     def predict(self, design: Design, space: Space) -> list[float]:
@@ -73,8 +68,8 @@ class Costs:
 
 def random_student(run: Run, design: Design) -> Any:
     """A student's model, its weights random: also its biases, as a graph holds equal tensors once."""
-    sizes, kept = plan_student(run.model, run.family, ShrinkOptions(**design.options(run.space)))
-    student = make_student(run.model, run.family, sizes, kept)
+    sizes, sources = plan_student(run.model, run.family, ShrinkOptions(**design.options(run.space)))
+    student = make_student(run.model, run.family, sizes, sources)
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.normal_(0.0, 0.02)
@@ -103,25 +98,11 @@ def measure_costs(run: Run) -> Costs:
     designs = {"whole": whole, "half": space.uniform(whole.heads[0], whole.neurons[0], half)}
     designs |= {f"heads {count}": space.uniform(count, whole.neurons[0]) for count in space.heads[1:]}
     designs |= {f"neurons {count}": space.uniform(whole.heads[0], count) for count in space.neurons[1:]}
-    designs |= {f"mixed {number}": design for number, design in enumerate(mixed_designs(space))}
     if space.num_layers == 1:
         del designs["half"]
     graphs = run.teacher_graphs | _write_random(run, designs, "graphs to time are written")
     reads_first = space.num_layers > 1 and computes_first(graphs[TEACHER])
     return fit_costs(run.price(graphs), designs, space, reads_first=reads_first)
-
-
-def mixed_designs(space: Space) -> list[Design]:
-    """Students of mixed sizes, for a check: drawn with a fixed seed."""
-    generator = np.random.default_rng(0)
-    designs = []
-    for _ in range(_CHECKED):
-        count = int(generator.integers(max(1, space.num_layers // 2), space.num_layers + 1))
-        heads = [int(generator.choice(space.heads)) for _ in range(count)]
-        heads[0] = heads[0] or space.heads[0]
-        neurons = tuple(int(generator.choice(space.neurons)) for _ in range(count))
-        designs.append(Design(tuple(range(count)), tuple(heads), neurons))
-    return designs
 
 
 def fit_costs(
@@ -134,21 +115,18 @@ def fit_costs(
     """
     from scipy.optimize import nnls
 
-    names = [name for name in designs if not name.startswith("mixed")]
     rows, settings = [], len(prices["whole"]) - 1
     for row in range(settings + 1):
         free = int(reads_first and row < settings)
-        relative = [np.array(_count_steps(designs[name], space, free)) / prices[name][row] for name in names]
-        base, *steps = np.split(nnls(np.array(relative), np.ones(len(names)))[0], [1, len(space.heads)])
+        relative = [
+            np.array(_count_steps(design, space, free)) / prices[name][row] for name, design in designs.items()
+        ]
+        base, *steps = np.split(nnls(np.array(relative), np.ones(len(relative)))[0], [1, len(space.heads)])
         of_heads, of_neurons = (np.cumsum(sizes[::-1])[::-1].tolist() for sizes in steps)
         rows.append((float(base[0]), [*of_heads, 0.0], of_neurons))
     int8 = list(prices[TEACHER_INT8]) if TEACHER_INT8 in prices else None
     bases, heads, neurons = map(list, zip(*rows, strict=True))
-    fitted = Costs(bases, heads, neurons, list(prices[TEACHER]), int8, [], reads_first)
-    for name in sorted(designs.keys() - set(names)):
-        pairs = list(zip(fitted.predict(designs[name], space), prices[name], strict=True))
-        fitted.errors.extend(predicted / measured - 1 for predicted, measured in pairs[:-1])  # of times
-    return fitted
+    return Costs(bases, heads, neurons, list(prices[TEACHER]), int8, reads_first)
 
 
 def _count_steps(design: Design, space: Space, free: int) -> list[int]:
@@ -213,13 +191,13 @@ def measure_worths(run: Run) -> Worths:
 
     def work_of(design: Design) -> Work:
         shrink_options = ShrinkOptions(**design.options(space))
-        sizes, kept = plan_student(teacher, family, shrink_options)
+        sizes, sources = plan_student(teacher, family, shrink_options)
         return Work(
             teacher=teacher,
             student=random_student(run, design),
             family=family,
             batches=batches,
-            kept=kept,
+            sources=sources,
             sizes=sizes,
             options=shrink_options,
             frequencies=frequencies,

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,9 +110,6 @@ class Schedule:
         search = Search(**lists | {name: tuple(lists[name]) for name in ("fractions", "steps")})
         return cls(search, document["samples"], document["seconds"])
 
-    def write(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def plan_schedule(
     options: CompressOptions,
@@ -153,7 +150,7 @@ def _estimate(options: CompressOptions, paces: Paces, search: Search, space: Spa
     trainings = (tried + wishes * _PROBES * search.tries_shd) * first + tried / 2 * second
     trainings += 2 * wishes * (_RATES - 1) * search.rate_steps
     return {
-        "costs": (len(space.heads) + len(space.neurons) + 3) * paces.graph,
+        "costs": (len(space.heads) + len(space.neurons)) * paces.graph,
         "parts": _WEIGHED * parts * space.num_layers * paces.forward * search.judged / 64,
         "candidates": tried * (paces.graph + _SHRUNK * paces.forward),
         "cache": samples / BATCH * paces.forward,
@@ -230,7 +227,7 @@ class Run:
         self.graphs.mkdir(exist_ok=True)
         self.studies: dict[int, AttentionStatistics] = {}  # of the teacher's layers, for all candidates
         self._judges: dict[tuple[str, int | None], Judge] = {}
-        self._say, self._seconds = say, dict.fromkeys(STAGES, 0.0)
+        self._say, self.seconds = say, dict.fromkeys(STAGES, 0.0)
         earlier = keeper.get("spent")
         self._begun = (time.monotonic() if began is None else began) - (0.0 if earlier is None else earlier[1])
 
@@ -261,12 +258,9 @@ class Run:
         return self.follow(schedule)
 
     def follow(self, schedule: Schedule) -> Schedule:
-        self.search, self._seconds = schedule.search, schedule.seconds
+        self.search, self.seconds = schedule.search, schedule.seconds
         self.space = self._space_of(*self.search.fractions)
         return schedule
-
-    def seconds_of(self, stage: str) -> float:
-        return self._seconds[stage]
 
     def announce(self, stage: str, name: str = "", seconds: float | None = None) -> None:
         """What a stage will take, and the rest of the command, before it starts.
@@ -275,7 +269,7 @@ class Run:
         """
         if name and self.keeper.get(name) is not None:
             return
-        expected, *later = (self._seconds[following] for following in STAGES[STAGES.index(stage) :])
+        expected, *later = (self.seconds[following] for following in STAGES[STAGES.index(stage) :])
         expected = expected if seconds is None else seconds
         left = in_minutes(max(self.left, expected + sum(later)))
         self._say(f"{stage}: about {in_minutes(expected)}; about {left} left in all")

@@ -226,7 +226,7 @@ def train_best(
         shd = run.find(f"shd-{name}", lambda: probe_shd(run, wish, row, config))
 
     def count_steps() -> int:
-        seconds = end - run.spent - run.seconds_of("graphs") / max(len(list(run.options.targets())), 1)
+        seconds = end - run.spent - run.seconds["graphs"] / max(len(list(run.options.targets())), 1)
         return max(run.search.steps[0], int(seconds / max(row["rounds"][-1]["pace"], 1e-6)))
 
     steps = run.find(f"steps-{name}", count_steps)

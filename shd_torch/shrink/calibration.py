@@ -137,13 +137,15 @@ def run_layer(
     ``number`` is of the teacher layer whose arguments it gets.
     """
 
-    def keep_input(at: int, _: nn.Module, args: tuple[Any, ...]) -> None:
+    def keep_input(place: int, _: nn.Module, args: tuple[Any, ...]) -> None:
         # OPT's FFN gets a row for each token.
-        read[at] = args[0].reshape(*stream.shape[:2], -1) if args[0].ndim == 2 else args[0]
+        read[place] = args[0].reshape(*stream.shape[:2], -1) if args[0].ndim == 2 else args[0]
 
     for stream, batch in zip(streams, batches, strict=True):
         read: list[Tensor | None] = [None] * len(watched)
-        handles = [module.register_forward_pre_hook(partial(keep_input, at)) for at, module in enumerate(watched)]
+        handles = [
+            module.register_forward_pre_hook(partial(keep_input, place)) for place, module in enumerate(watched)
+        ]
         args, kwargs = batch.calls[number]
         try:
             out = layer(stream, *args, **kwargs)

@@ -215,7 +215,7 @@ class Work:
     student: Any  # of the same class; its layers are filled one by one
     family: Family  # of both
     batches: list[Batch]  # the calibration set before the first layer
-    kept: tuple[int, ...]  # the teacher layer of each student layer
+    sources: tuple[int, ...]  # the teacher layer of each student layer
     sizes: Sizes  # of the student
     options: ShrinkOptions  # of shrink
     frequencies: list[Array] | None  # of rotary positions of each teacher layer, or None
@@ -300,7 +300,9 @@ def share_merge(work: Work) -> None:
     heads, count = (sizes_of(model.config, family).of_layer(0).heads for model in (work.teacher, work.student))
     mixing = np.eye(heads)
     if count != heads:
-        attending = [source for number, source in enumerate(work.kept) if number not in work.sizes.dropped.attention]
+        attending = [
+            source for number, source in enumerate(work.sources) if number not in work.sizes.dropped.attention
+        ]
         streams, gram = [batch.stream for batch in work.batches], np.zeros((heads,) * 4)
         for number in range(len(family.layers_of(work.teacher))):
             _, statistics, trace = work.study(number, streams, with_maps=number in attending)
@@ -321,7 +323,7 @@ def make_layer(
     """
     family, sizes = work.family, work.sizes.of_layer(number)
     layer, target = family.layers_of(work.teacher)[source], family.layers_of(work.student)[number]
-    work.tell(f"layer {number + 1}/{len(work.kept)}")
+    work.tell(f"layer {number + 1}/{len(work.sources)}")
     attends = number not in work.sizes.dropped.attention
     # A merge of all layers was chosen from their maps already.
     is_merged = sizes.heads != sizes_of(work.teacher.config, family).of_layer(source).heads

@@ -55,9 +55,9 @@ class Dropped:
     def __bool__(self) -> bool:
         return bool(self.attention or self.activations)
 
-    def among(self, kept: Sequence[int]) -> Dropped:
-        """The same layers by their place in ``kept``."""
-        return Dropped(*(tuple(map(kept.index, layers)) for layers in (self.attention, self.activations)))
+    def among(self, sources: Sequence[int]) -> Dropped:
+        """The same layers by their place in ``sources``."""
+        return Dropped(*(tuple(map(sources.index, layers)) for layers in (self.attention, self.activations)))
 
 
 NOTHING = Dropped()
@@ -112,7 +112,7 @@ def _count_neurons(config: Any, family: Family) -> int:
     return int(hidden * value) if family.sizes.neurons == "mlp_ratio" else int(value or 4 * hidden)
 
 
-def check_refused(family: Family, model_type: str, teacher: Sizes, sizes: Sizes, kept: Sequence[int]) -> None:
+def check_refused(family: Family, model_type: str, teacher: Sizes, sizes: Sizes, sources: Sequence[int]) -> None:
     """Refuse changes that the family's architecture rules out, with its reason."""
     stays = f"must stay the teacher's in {model_type}"
     is_empty = f"must be empty for {model_type}"
@@ -127,7 +127,7 @@ def check_refused(family: Family, model_type: str, teacher: Sizes, sizes: Sizes,
         "heads by layer": (f"must be one number in {model_type}", not isinstance(sizes.heads, int)),
         "hidden": (stays, sizes.hidden != teacher.hidden),
         "neurons": (stays, sizes.neurons != teacher.neurons),
-        "layers": (f"must keep layer 0 in {model_type}", kept[0] != 0),
+        "layers": (f"must keep layer 0 in {model_type}", sources[0] != 0),
         "drop_attention": (is_empty, sizes.dropped.attention),
         "drop_activations": (is_empty, sizes.dropped.activations),
     }
@@ -201,7 +201,7 @@ def find_remarks(teacher: Sizes, student: Sizes) -> list[str]:
     return [f"{longer} {before.heads}: head_dim={before.head_dim} saves time"]
 
 
-def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequence[int]) -> Any:
+def make_student(teacher: nn.Module, family: Family, sizes: Sizes, sources: Sequence[int]) -> Any:
     """A model of the teacher's class, or of its ``custom_class``, with these sizes, its weights still random."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -218,7 +218,7 @@ def make_student(teacher: nn.Module, family: Family, sizes: Sizes, kept: Sequenc
             setattr(config, family.sizes.heads, heads)
         setattr(config, family.sizes.layers, sizes.layers)
         if (types := getattr(config, "layer_types", None)) is not None:
-            config.layer_types = [types[layer] for layer in kept]
+            config.layer_types = [types[layer] for layer in sources]
         if hasattr(config, "stage_names"):  # a backbone names its layers
             config.stage_names = ["stem", *(f"stage{layer + 1}" for layer in range(sizes.layers))]
             config.set_output_features_output_indices(out_features=None, out_indices=None)
@@ -280,14 +280,14 @@ def as_dropped(attention: Any, activations: Any) -> Dropped:
         raise ShdError("layers-invalid", f"{rule}; got {attention!r} and {activations!r}") from None
 
 
-def check_dropped(dropped: Dropped, family: Family, config: Any, kept: Sequence[int]) -> None:
-    """Refuse what cannot be dropped from a teacher, of whose layers ``kept`` stay."""
+def check_dropped(dropped: Dropped, family: Family, config: Any, sources: Sequence[int]) -> None:
+    """Refuse what cannot be dropped from a teacher, of whose layers ``sources`` stay."""
     for name, layers in (("drop_attention", dropped.attention), ("drop_activations", dropped.activations)):
-        rising = list(layers) == sorted(set(layers)) and set(layers) <= set(kept)
-        rule = f"be a rising list of teacher layers that the student keeps, {list(kept)}"
+        rising = list(layers) == sorted(set(layers)) and set(layers) <= set(sources)
+        rule = f"be a rising list of teacher layers that the student keeps, {list(sources)}"
         need(rising, "layers-invalid", name, rule, list(layers))
     rule = "leave a block with attention"
-    need(len(dropped.attention) != len(kept), "layers-invalid", "drop_attention", rule, f"all of {list(kept)}")
+    need(len(dropped.attention) != len(sources), "layers-invalid", "drop_attention", rule, f"all of {list(sources)}")
     kinds = set(getattr(config, "layer_types", None) or ())
     if dropped.attention and len(kinds) > 1 and getattr(config, "use_cache", None) is not None:
         rule = f"drop_attention must be empty where layers attend differently ({', '.join(sorted(kinds))})"

@@ -113,16 +113,16 @@ def shrink(
     options = options.changed({"align": options.align and family.is_aligned})
     stored = _stored_dtype(model, isinstance(teacher, nn.Module))
     teacher_sizes = sizes_of(model.config, family)
-    sizes, kept = plan_student(model, family, options)
+    sizes, sources = plan_student(model, family, options)
     if sizes.hidden != teacher_sizes.hidden:
         check_ends(model, family)
     source = None if isinstance(teacher, nn.Module) else Path(teacher)
     modules = {} if source is None else read_modules(source, teacher_sizes.hidden, sizes.hidden)
-    student = make_student(model, family, sizes, kept)
+    student = make_student(model, family, sizes, sources)
     keeper: AbstractContextManager[Unfinished | None] = nullcontext()
     if folder is not None:
         settings = {name: getattr(options, name) for name in ("batch_size", "plan", "align", "ridge")}
-        settings |= {"stack": family.stack, **sizes.report(), "kept": kept, **vars(sizes.dropped)}
+        settings |= {"stack": family.stack, **sizes.report(), "kept": sources, **vars(sizes.dropped)}
         keeper = Unfinished(part_folder(folder), run_key(teacher, settings, data=read_data(data)))
     mode = model.training
     model.eval()
@@ -133,12 +133,12 @@ def shrink(
                 student=student,
                 family=family,
                 batches=start_batches(model, family, data, options.batch_size),
-                kept=kept,
+                sources=sources,
                 sizes=sizes,
                 options=options,
                 frequencies=rotary_frequencies(model, family),
                 studies=studies,
-                tell=_teller(progress, len(kept) + (sizes.hidden != teacher_sizes.hidden) * teacher_sizes.layers),
+                tell=_teller(progress, len(sources) + (sizes.hidden != teacher_sizes.hidden) * teacher_sizes.layers),
             )
             _make_ends(work, saved)
             _run_layers(work, saved)
@@ -155,13 +155,13 @@ def shrink(
 def plan_student(model: Any, family: Family, options: ShrinkOptions) -> tuple[Sizes, tuple[int, ...]]:
     """A student's sizes and the teacher layers that it keeps, or an error."""
     teacher_sizes = sizes_of(model.config, family)
-    kept = kept_layers(teacher_sizes.layers, teacher_sizes.layers if options.layers is None else options.layers)
+    sources = kept_layers(teacher_sizes.layers, teacher_sizes.layers if options.layers is None else options.layers)
     dropped = as_dropped(options.drop_attention, options.drop_activations)
-    check_dropped(dropped, family, model.config, kept)
-    sizes = choose_sizes(options, teacher_sizes, family, model.config.model_type, len(kept))
-    sizes = replace(sizes, dropped=dropped.among(kept))
-    check_refused(family, model.config.model_type, teacher_sizes, sizes, kept)
-    return sizes, kept
+    check_dropped(dropped, family, model.config, sources)
+    sizes = choose_sizes(options, teacher_sizes, family, model.config.model_type, len(sources))
+    sizes = replace(sizes, dropped=dropped.among(sources))
+    check_refused(family, model.config.model_type, teacher_sizes, sizes, sources)
+    return sizes, sources
 
 
 def read_made(folder: str | os.PathLike[str]) -> Shrunk:
@@ -177,7 +177,7 @@ def read_made(folder: str | os.PathLike[str]) -> Shrunk:
 def _report(work: Work, teacher_sizes: Sizes) -> dict[str, Any]:
     """What ``shrink.json`` holds; the layer map counts blocks with attention."""
     stack = {} if work.family.stack is None or work.family.is_alone else {"stack": work.family.stack}
-    sources = [source for number, source in enumerate(work.kept) if number not in work.sizes.dropped.attention]
+    sources = [source for number, source in enumerate(work.sources) if number not in work.sizes.dropped.attention]
     return {
         "format": FORMAT,
         "model_type": work.teacher.config.model_type,
@@ -188,7 +188,7 @@ def _report(work: Work, teacher_sizes: Sizes) -> dict[str, Any]:
         "remarks": find_remarks(teacher_sizes, work.sizes),
         **({} if work.basis is None else {"stream": {"kept": "axes"}}),
         "calibration_rows": int(sum(int(batch.counted.sum()) for batch in work.batches)),
-        "sources": list(work.kept),
+        "sources": list(work.sources),
         "layer_map": [[number, source] for number, source in enumerate(sources)],
         "holes": [layer for layer in range(teacher_sizes.layers) if layer not in sources],
         "layers": work.reports,
@@ -229,14 +229,14 @@ def _run_layers(work: Work, saved: Unfinished | None) -> None:
     else:
         teacher_streams = [batch.stream for batch in work.batches]
         student_streams = [work.on_axes(stream) for stream in teacher_streams]
-        for layer in range(work.kept[0]):
+        for layer in range(work.sources[0]):
             teacher_streams = [
                 stream for stream, _ in run_layer(teacher_layers[layer], teacher_streams, work.batches, layer)
             ]
-    for number in range(done, len(work.kept)):
-        following = work.kept[number + 1] if number + 1 < len(work.kept) else len(teacher_layers)
+    for number in range(done, len(work.sources)):
+        following = work.sources[number + 1] if number + 1 < len(work.sources) else len(teacher_layers)
         teacher_streams, student_streams, report = make_layer(
-            work, number, work.kept[number], following, teacher_streams, student_streams
+            work, number, work.sources[number], following, teacher_streams, student_streams
         )
         work.reports.append(report)
         if saved is not None:  # the layer last: with it, its streams are there
@@ -253,7 +253,7 @@ def _resume_layers(work: Work, saved: Unfinished) -> tuple[int, list[Tensor], li
     """How many layers an earlier run finished, which are put in place, and both streams after the last of them."""
     number = 0
     with saved.reading():
-        while number < len(work.kept) and (piece := saved.get(f"layer-{number}")) is not None:
+        while number < len(work.sources) and (piece := saved.get(f"layer-{number}")) is not None:
             work.family.layers_of(work.student)[number].load_state_dict(piece[0])
             work.reports.append(piece[1])
             number += 1
@@ -262,7 +262,7 @@ def _resume_layers(work: Work, saved: Unfinished) -> tuple[int, list[Tensor], li
             [streams[f"{name}.{batch}"].to(work.device) for batch in range(len(work.batches))]
             for name in ("taught", "own")
         )
-    work.tell(f"layer {number}/{len(work.kept)} found", number - 1)
+    work.tell(f"layer {number}/{len(work.sources)} found", number - 1)
     return number, teacher_streams, student_streams
 
 
@@ -308,8 +308,8 @@ def _find_basis(work: Work, whole: Basis) -> Basis:
         return normal.mT @ normal
 
     summed, streams = sum_moments(work.teacher, family, work.batches, family.norms[1], moment_of, work.tell)
-    kept = principal_axes(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms")
-    basis = replace(whole, kept=torch.from_numpy(kept).to(work.device))
+    axes = principal_axes(summed, work.sizes.hidden, "layer" if family.norm == "layer" else "rms")
+    basis = replace(whole, kept=torch.from_numpy(axes).to(work.device))
     rows = basis.normalise(join_rows(streams, work.batches))
     rotate_ends(work.teacher, work.student, family, basis, rows)
     return basis

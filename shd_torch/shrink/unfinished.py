@@ -69,11 +69,11 @@ class Unfinished(DraftFolder):
         from safetensors.torch import save_file
 
         copies: dict[str, Tensor] = {}
-        seen = set()
+        addresses = set()
         for key, tensor in tensors.items():
-            there = tensor.untyped_storage().data_ptr()  # tied tensors share memory, which the format refuses
-            copies[key] = tensor.detach().to("cpu", copy=there in seen).contiguous()
-            seen.add(there)
+            address = tensor.untyped_storage().data_ptr()  # tied tensors share memory, which the format refuses
+            copies[key] = tensor.detach().to("cpu", copy=address in addresses).contiguous()
+            addresses.add(address)
         with write_errors(self.folder):
             hashes = hash_files(self.folder, files) if files else {}
         metadata = {"notes": json.dumps(notes), "pattern": files, "files": json.dumps(hashes)}
