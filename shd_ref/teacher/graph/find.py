@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias
@@ -203,41 +203,47 @@ class SiteKinds:
 
 
 def find_kinds(sites: Sequence[AttentionSite], specs: Sequence[InputSpec]) -> SiteKinds:
-    """The kinds of all sites, from the tensors that each map is made of and ``specs`` of the graph's inputs."""
+    """The kinds of all sites, from the tensors that each map is computed from and ``specs`` of the graph's inputs."""
     readable = [site for site in sites if site.walk.probs is not None and site.walk.values is not None]
-    crosses = [site for site in readable if site.cross]
-    if not crosses:
+    cross_maps = {site.probs for site in readable if site.cross}
+    if not cross_maps:
         return SiteKinds({})
+    # Cross attention reads its values from the encoder, so their sources are the encoder's tensors.
+    value_sources = {site.layer: _sources(site.walk.values) for site in readable if site.cross}
+    encoder_tensors = frozenset().union(*value_sources.values())
+    decoder_inputs = _find_decoder_inputs(specs, encoder_tensors)
+    sequences = {spec.name for spec in specs if len(spec.shape) > 1}
 
-    def upstream(tensor: ir.Value | None) -> frozenset[str]:
-        return frozenset(str(value.name) for value in ancestors(tensor)) if tensor is not None else frozenset()
-
-    value_sources = [upstream(site.walk.values) for site in crosses]
-    encoder_tensors = frozenset().union(*value_sources)
-    cross_maps = {site.probs for site in crosses}
-    sequences = [spec.name for spec in specs if len(spec.shape) > 1]
-    # The encoder's mask may reach the logits alone, so no value comes from it: it has the encoder's length, by name.
-    lengths = {spec.shape[1] for spec in specs if spec.name in encoder_tensors and len(spec.shape) > 1} - {None}
-    others = [name for name in sequences if name not in encoder_tensors and not name.startswith("encoder_")]
-    # A number may be both sequences' length by chance; a name is one of them.
-    lengths -= {s.shape[1] for s in specs if s.name in others and s.part != "mask" and isinstance(s.shape[1], int)}
-    masks = {spec.name for spec in specs if spec.part == "mask" and spec.shape[1] in lengths}
-    decoder_inputs = tuple(sorted(name for name in others if name not in masks or name.startswith("decoder_")))
-    kinds: dict[int, str] = {}
-    for site in readable:
-        sources = upstream(site.walk.probs)
+    def kind_of(site: AttentionSite) -> str:
         if site.cross:
-            kinds[site.layer] = "cross"
-        elif not cross_maps.isdisjoint(sources):
-            kinds[site.layer] = "decoder"
-        else:
-            # Another branch on the encoder's inputs. A map of no sequence at all is the decoder's: learned queries.
-            is_branch = sources.isdisjoint(decoder_inputs) and not sources.isdisjoint(sequences)
-            kinds[site.layer] = "encoder" if site.probs in encoder_tensors or is_branch else "decoder"
+            return "cross"
+        sources = _sources(site.walk.probs)
+        if cross_maps & sources:
+            return "decoder"
+        # Another branch on the encoder's inputs. A map of no sequence at all is the decoder's: learned queries.
+        is_branch = bool(sequences & sources) and sources.isdisjoint(decoder_inputs)
+        return "encoder" if site.probs in encoder_tensors or is_branch else "decoder"
+
     # Values made behind another cross attention are the decoder's.
-    own_keys = {s.layer for s, names in zip(crosses, value_sources, strict=True) if not cross_maps.isdisjoint(names)}
-    decoder_masks = {spec.name for spec in specs if spec.name in decoder_inputs and spec.part == "mask"}
-    return SiteKinds(kinds, own_keys, decoder_inputs, DECODER_MASK if DECODER_MASK in decoder_masks else None)
+    own_keys = {layer for layer, sources in value_sources.items() if cross_maps & sources}
+    masks = {spec.name for spec in specs if spec.part == "mask"}
+    decoder_mask = DECODER_MASK if DECODER_MASK in masks.intersection(decoder_inputs) else None
+    return SiteKinds({site.layer: kind_of(site) for site in readable}, own_keys, decoder_inputs, decoder_mask)
+
+
+def _sources(tensor: ir.Value | None) -> frozenset[str]:
+    return frozenset() if tensor is None else frozenset(str(value.name) for value in ancestors(tensor))
+
+
+def _find_decoder_inputs(specs: Sequence[InputSpec], encoder_tensors: Collection[str]) -> tuple[str, ...]:
+    sequences = [spec for spec in specs if len(spec.shape) > 1]
+    others = [spec for spec in sequences if spec.name not in encoder_tensors and not spec.name.startswith("encoder_")]
+    # The encoder's mask may reach the logits alone, so no value comes from it: it has the encoder's length, by name.
+    lengths = {spec.shape[1] for spec in sequences if spec.name in encoder_tensors} - {None}
+    # A number may be both sequences' length by chance; a name is one of them.
+    lengths -= {spec.shape[1] for spec in others if spec.part != "mask" and isinstance(spec.shape[1], int)}
+    masks = {spec.name for spec in others if spec.part == "mask" and spec.shape[1] in lengths}
+    return tuple(sorted({spec.name for spec in others if spec.name not in masks or spec.name.startswith("decoder_")}))
 
 
 Chosen: TypeAlias = tuple[tuple[int, AttentionSite], ...]
@@ -260,6 +266,8 @@ def choose_layers(
         raise argument_value("sites must not be given with layer pairs, which select sites themselves", "LAYER-4")
     counts: tuple[KindLayers, ...] = ()
     if pairs is None and kinds.kinds:
+        # A site whose map was not found has no kind, and would be left out without a word.
+        _check_supported(site for site in selected if kinds.kind(site) is None)
         chosen, counts = _choose_by_kind(selected, kinds, num_layers)
         num_layers = sum(kind.num_student_layers for kind in counts)
     elif isinstance(num_layers, Mapping):
@@ -275,14 +283,18 @@ def choose_layers(
             raise ShdError("layers-invalid", f"{rule}; got {count}: leave layers out with --layer-pairs", "LAYER-2")
         chosen = tuple((student, teachers[teacher]) for student, teacher in layer_map(len(teachers), count, pairs))
         num_layers = count if pairs is None else num_layers
-    for _, site in chosen:
-        if not site.supported:
-            raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
+    _check_supported(site for _, site in chosen)
     heads = {site.num_heads or 0 for _, site in chosen}
     if len(heads) > 1 or 0 in heads:
         rule = "the layers must share one number of heads, as one plan serves all"
         raise graph_unsupported(f"{rule}; got {sorted(heads)}")
     return chosen, num_layers, counts
+
+
+def _check_supported(sites: Iterable[AttentionSite]) -> None:
+    for site in sites:
+        if not site.supported:
+            raise graph_unsupported(f"{site.label} cannot be squeezed: {site.reason} (or select other sites)")
 
 
 def _choose_by_kind(
@@ -304,12 +316,10 @@ def _choose_by_kind(
         raise ShdError("layers-invalid", message, "CACHE-105")
     chosen: list[tuple[int, AttentionSite]] = []
     counts: list[KindLayers] = []
-    for kind in KINDS:
-        if kind not in (numbers if num_layers is None else num_layers):
-            continue
-        number = numbers[kind] if num_layers is None else num_layers[kind]
+    layers = numbers if num_layers is None else num_layers
+    for kind in (kind for kind in KINDS if kind in layers):
         offset = sum(entry.num_student_layers for entry in counts)
-        pairs = layer_map(numbers[kind], number)
+        pairs = layer_map(numbers[kind], layers[kind])
         chosen += [(offset + student, of_kind[kind][teacher]) for student, teacher in pairs]
-        counts.append(KindLayers(kind, number))
+        counts.append(KindLayers(kind, layers[kind]))
     return tuple(chosen), tuple(counts)

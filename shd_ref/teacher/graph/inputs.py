@@ -136,14 +136,6 @@ class InputSizes:
             for spec in ordered
         }
 
-    def growing(self, specs: Sequence[InputSpec], axis: str) -> dict[str, list[int]]:
-        """Places of the axes of every input that grow with one of ``batch`` and ``length``, by its name."""
-        larger = replace(self, **{axis: getattr(self, axis) + 1}).shapes(specs)
-        return {
-            name: [position for position, size in enumerate(shape) if size != larger[name][position]]
-            for name, shape in self.shapes(specs).items()
-        }
-
     def _size_of(self, name: str | None, spec: InputSpec, position: int, bound: dict[str, int]) -> int:
         if spec.part == "past" and (name is None or not _TOLD.search(_UNNAMED.sub("", name))):
             # A stack of keys and values, and of layers, stands before the batch; its size is fixed.
@@ -170,16 +162,6 @@ class InputSizes:
         if "batch" in name.lower():
             return self.batch
         return self.length if position or _LENGTH.search(name) else self.batch
-
-
-def with_fixed(specs: Sequence[InputSpec], batch: int | None, length: int | None) -> tuple[InputSpec, ...]:
-    """The inputs with their open axes of samples and of positions fixed; None leaves them as they are."""
-    shapes = {spec.name: list(spec.shape) for spec in specs}
-    for axis, size in (("batch", batch), ("length", length)):
-        for name, places in InputSizes(2, 3).growing(specs, axis).items():
-            for position in () if size is None else places:
-                shapes[name][position] = size
-    return tuple(replace(spec, shape=tuple(shapes[spec.name])) for spec in specs)
 
 
 _SAME_NUMBERS: Final = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
@@ -253,7 +235,15 @@ def frozen_specs(model: onnx.ModelProto, maps: Sequence[ir.Value | None]) -> tup
         probe = Probe(model, [str(shaped[0].name)])
     except ShdError:  # nothing is known before a sample runs
         return specs
-    return with_fixed(specs, probe.frozen_batch, probe.frozen_length)
+    sizes, shapes = InputSizes(2, 3), {spec.name: list(spec.shape) for spec in specs}
+    for axis, size in (("batch", probe.frozen_batch), ("length", probe.frozen_length)):
+        larger = replace(sizes, **{axis: getattr(sizes, axis) + 1}).shapes(specs)
+        for name, shape in sizes.shapes(specs).items() if size is not None else ():
+            # Axes that grow with it are its own.
+            shapes[name] = [
+                size if a != b else old for a, b, old in zip(shape, larger[name], shapes[name], strict=True)
+            ]
+    return tuple(replace(spec, shape=tuple(shapes[spec.name])) for spec in specs)
 
 
 def probe_tensors(

@@ -153,54 +153,52 @@ def follow_to_projection(context: ir.Value) -> Projection:
     producer = context.producer()
     graph = None if producer is None else producer.graph
     readings: dict[ir.Value, _Linear | _Other] = {}
-    waiting: dict[ir.Value, set[ir.Node]] = {}  # tensors with their operators still to come, and results
-    path: list[ir.Node] = []
-    sums: list[_Linear] = []  # as they are read by something that is not linear
-    bends: list[ir.Node] = []
+    unread: dict[ir.Value, set[ir.Node | None]] = {}  # by tensor the operators still to come; None: it is a result
+    path: list[ir.Node] = []  # operators on the heads' outputs before any product
+    sums: list[_Linear] = []  # whole, and read by operators that are not linear
+    bends: list[ir.Node] = []  # operators on anything less than a whole sum that are not linear
+    pending: list[_Linear] = []
 
-    def note(value: ir.Value, reading: _Linear | _Other) -> None:
+    def add(value: ir.Value, reading: _Linear | _Other) -> None:
         readings[value] = reading
-        users = dict.fromkeys(node for node, _ in value.uses() if node.op_type not in SIZE_OPS)
+        users = {node for node, _ in value.uses() if node.op_type not in SIZE_OPS}
         bends.extend(node for node in users if node.graph is not graph)  # in the body of a control-flow operator
-        waiting[value] = {node for node in users if node.graph is graph}
-        drop_if_read(value)
+        readers: set[ir.Node | None] = {node for node in users if node.graph is graph}
+        if value.is_graph_output() and isinstance(reading, _Linear) and reading.is_whole:
+            readers.add(None)
+        if readers:
+            unread[value] = readers
 
-    def drop_if_read(value: ir.Value) -> None:
-        reading = readings[value]
-        is_result = value.is_graph_output() and isinstance(reading, _Linear) and reading.is_whole
-        if not waiting.get(value) and not is_result:
-            waiting.pop(value, None)
-
-    note(context, _Linear())
+    add(context, _Linear())
     is_bent = False
-    # The graph is in order: whatever an operator reads has then been read itself.
+    # The graph is in order: all that an operator reads has a reading before it comes.
     for node in itertools.dropwhile(lambda node: node is not producer, graph or ()):
-        sources = [value for value in dict.fromkeys(node.inputs) if value is not None and value in readings]
+        sources = {value: readings[value] for value in node.inputs if value is not None and value in readings}
         if not sources or node.op_type in SIZE_OPS:
             continue
         for value in sources:
-            waiting.get(value, set()).discard(node)
-            drop_if_read(value)
-        linear_sources = {value: reading for value in sources if isinstance(reading := readings[value], _Linear)}
-        linear = read_operator(node, linear_sources) if len(linear_sources) == len(sources) else None
-        if linear is not None and not linear.terms:
-            path.append(node)
-        result: _Linear | _Other | None = linear
-        if result is None:
-            sums += [reading for reading in linear_sources.values() if reading.is_whole]
-            parts = [reading for reading in linear_sources.values() if not reading.is_whole]
-            bends += [node] if parts else []
-            of_bent = any(readings[value] is _Other.BENT for value in sources)
-            is_bent |= bool(linear_sources) and of_bent
-            result = _Other.BENT if parts or of_bent else _Other.BEHIND
+            unread[value].discard(node)
+            if not unread[value]:
+                del unread[value]
+        linear = {value: reading for value, reading in sources.items() if isinstance(reading, _Linear)}
+        result: _Linear | _Other | None = read_operator(node, linear) if len(linear) == len(sources) else None
+        if isinstance(result, _Linear):
+            path += [] if result.terms else [node]
+        else:
+            sums += [reading for reading in linear.values() if reading.is_whole]
+            reads_part = any(not reading.is_whole for reading in linear.values())
+            reads_bent = _Other.BENT in sources.values()
+            bends += [node] if reads_part else []
+            is_bent = bool(linear) and reads_bent  # it joins them again, so no sum is whole
+            result = _Other.BENT if reads_part or reads_bent else _Other.BEHIND
         # A quantiser's scale and zero point are not numbers of the heads' outputs.
         for output in node.outputs[:1] if node.op_type == "DynamicQuantizeLinear" else node.outputs:
-            note(output, result)
-        unread = [reading for value in waiting if isinstance(reading := readings[value], _Linear)]
+            add(output, result)
+        pending = [reading for value in unread if isinstance(reading := readings[value], _Linear)]
         # Done where one whole sum is all that later operators can read.
-        if is_bent or not unread or (len(waiting) == 1 and unread[0].is_whole):
+        if is_bent or not pending or (len(unread) == 1 and pending[0].is_whole):
             break
-    sums += [reading for value in waiting if isinstance(reading := readings[value], _Linear) and reading.is_whole]
+    sums += [reading for reading in pending if reading.is_whole]
     if is_bent or not sums:
         return Projection(reason=_describe_bends(bends))
     if any(reading.terms != sums[0].terms for reading in sums):

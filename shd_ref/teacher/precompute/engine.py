@@ -335,19 +335,17 @@ LEAST_SHARDS: Final = 16
 def check_destination(folder: Folder) -> None:
     """Refuse a place that cannot become a cache; ``CacheWriter`` refuses one of another job."""
     storage = open_storage(folder)
-    if isinstance(storage.root, Path):
-        with write_errors(storage.root):
-            _check_folder(storage.root)
+    if isinstance(root := storage.root, Path):
+        with write_errors(root):
+            nearest = next(path for path in (root, *root.parents) if path.exists())
+            if nearest == root and not root.is_dir():
+                message = f"{root} must be a folder; it is a file: name another --out"
+                raise ShdError("cache-exists", message, "CACHE-60")
+            if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+                reason = "may not be written" if nearest.is_dir() else "is a file"
+                message = f"{root} could not be written: {nearest} {reason}: name another --out"
+                raise ShdError("write-failed", message)
     check_free(storage)
-
-
-def _check_folder(root: Path) -> None:
-    nearest = next(path for path in (root, *root.parents) if path.exists())
-    if nearest == root and not root.is_dir():
-        raise ShdError("cache-exists", f"{root} must be a folder; it is a file: name another --out", "CACHE-60")
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        reason = "may not be written" if nearest.is_dir() else "is a file"
-        raise ShdError("write-failed", f"{root} could not be written: {nearest} {reason}: name another --out")
 
 
 def adopt_plans(folder: Folder, options: PrecomputeOptions, run: RunOptions) -> PrecomputeOptions:

@@ -120,7 +120,10 @@ def squeeze_graph(
     check_merge(options)
     codec = "float32" if factors else options.codec
     temperature = check_temperature(options.temperature)
-    body = Body(f"{FUNCTION_DOMAIN}/", check_opset(model))
+    opset = opset_version(model)
+    if opset < MIN_OPSET:
+        raise graph_unsupported(OLD_OPSET.format(opset))
+    body = Body(f"{FUNCTION_DOMAIN}/", opset)
     named = row_mask_input if isinstance(row_mask_input, Mapping) else dict.fromkeys(dict(layers), row_mask_input)
     masks = {name: row_mask_of(body, model, name) for name in dict.fromkeys(named.values())}
     forward = {} if tiling is None else run_in_tiles(body, tiling)
@@ -346,11 +349,3 @@ def remove_unused(graph: ir.Graph) -> None:
     for name, value in list(graph.initializers.items()):
         if not (value in outputs or value.uses()):
             del graph.initializers[name]
-
-
-def check_opset(model: onnx.ModelProto) -> int:
-    """The operator set of a graph, where it is new enough."""
-    opset = opset_version(model)
-    if opset < MIN_OPSET:
-        raise graph_unsupported(OLD_OPSET.format(opset))
-    return opset

@@ -131,21 +131,16 @@ class ArraySource(IndexedSource):
         self.name = name
         self.columns = tuple(arrays)
         self._arrays = {column: np.asanyarray(array) for column, array in arrays.items()}
-        self._count = common_length(self, {column: array.shape for column, array in self._arrays.items()})
+        counts = {column: array.shape[0] if array.ndim else 0 for column, array in self._arrays.items()}
+        if len(set(counts.values())) != 1 or 0 in counts.values():
+            raise self.refuse(f"arrays must share one first axis of at least 1 sample; got {counts}")
+        self._count = next(iter(counts.values()))
 
     def __len__(self) -> int:
         return self._count
 
     def row(self, index: int, columns: Sequence[str]) -> Row:
         return {column: np.asarray(self._arrays[column][index]) for column in columns}
-
-
-def common_length(source: Source, shapes: Mapping[str, Sequence[int]]) -> int:
-    """The number of rows that all arrays share; ``inputs-invalid`` where they do not."""
-    counts = {column: shape[0] if len(shape) else 0 for column, shape in shapes.items()}
-    if len(set(counts.values())) != 1 or 0 in counts.values():
-        raise source.refuse(f"arrays must share one first axis of at least 1 sample; got {counts}")
-    return next(iter(counts.values()))
 
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")  # signature, ..., length of the name, of the extra field

@@ -130,7 +130,11 @@ def forecast_cache(
     work = TeacherRun.open(Path(teacher), _SampledSource(source, READ_SAMPLES), uncoded, run or RunOptions())
     chosen, count = _spread(work.inputs.lengths, samples), len(source)
     batches = [work.inputs.batch(group) for group in work.groups(chosen)]
-    teacher_seconds = _time(_plain_runner(work), batches) / len(chosen)
+    session = open_session(
+        work.graph.bare, provider=work.run.provider, num_threads=work.run.num_threads, weights=work.graph.weights
+    )
+    outputs = [output.name for output in session.get_outputs()]
+    teacher_seconds = _time(functools.partial(run_batch, session, outputs), batches) / len(chosen)
     choices: list[dict[str, str]] = [{"form": NO_FORM}]
     if options.has_attention:
         choices = [{"form": form, name: codec} for form, (name, codecs) in CODECS_OF.items() for codec in codecs]
@@ -275,13 +279,6 @@ class _SampledSource(Source):
                 yield self._source.row(index, columns)
         else:
             yield from islice(self._source.rows(columns), self._count)
-
-
-def _plain_runner(work: TeacherRun) -> Callable[[Batch], Any]:
-    run, graph = work.run, work.graph
-    session = open_session(graph.bare, provider=run.provider, num_threads=run.num_threads, weights=graph.weights)
-    names = [output.name for output in session.get_outputs()]
-    return functools.partial(run_batch, session, names)
 
 
 def _time(run: Callable[[Batch], Any], batches: Sequence[Batch]) -> float:

@@ -11,13 +11,12 @@ CONFIDENCE: Final = 0.95
 _ANGLES: Final = 2**16  # steps of the integral below; the quantile is right to six digits
 
 
-def half_width(values: NDArray[np.float64], comparisons: int = 1) -> float | None:
-    """Half of the ``CONFIDENCE`` interval of the mean of ``(n,)``, one of so many that hold at once; None below 2."""
+def half_width(values: NDArray[np.float64]) -> float | None:
+    """Half of the ``CONFIDENCE`` interval of the mean of ``(n,)``; None below 2."""
     count = len(values)
     if count < 2:
         return None
-    tail = (1 - CONFIDENCE) / (2 * max(comparisons, 1))
-    return float(t_quantile(1 - tail, count - 1) * values.std(ddof=1) / np.sqrt(count))
+    return float(t_quantile((1 + CONFIDENCE) / 2, count - 1) * values.std(ddof=1) / np.sqrt(count))
 
 
 def t_quantile(probability: float, freedom: int) -> float:

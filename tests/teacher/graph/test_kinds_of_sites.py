@@ -6,8 +6,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
-from support.attention_graphs import GraphBuilder, random_projection
+from support.attention_graphs import GraphBuilder, random_projection, saved, token_samples
 from support.refusals import refusal
+from support.two_sequences import encoder_decoder
 
 pytest.importorskip("onnxruntime")
 
@@ -135,3 +136,13 @@ def test_keys_that_are_another_input_as_it_is_are_cross_attention(tmp_path: Path
     precompute(tmp_path / "teacher.onnx", data, tmp_path / "cache", options, RunOptions(batch_size=3))
     reader = CacheReader(tmp_path / "cache")
     assert sorted(reader.decode(reader.read(key), 0).shape for key in reader) == [(1, 5, n) for n in sorted(lengths)]
+
+
+@pytest.mark.parametrize("sites", [None, "0"])
+def test_a_site_without_a_kind_is_not_left_out_without_a_word(sites: str | None, tmp_path: Path) -> None:
+    model, data = encoder_decoder(), {}
+    next(node for node in model.graph.node if node.op_type == "Softmax").attribute[0].i = 2
+    for prefix in ("", "decoder_"):
+        data |= {prefix + name: array % 30 for name, array in token_samples(3, 5).items()}
+    with refusal("graph-unsupported", "attention site 0 .* cannot be squeezed: .* not over the last axis"):
+        precompute(saved(model, tmp_path), data, tmp_path / "cache", PrecomputeOptions(2, sites=sites))
