@@ -84,10 +84,10 @@ def test_half_precision_is_for_storage(kept: int | None) -> None:
     assert loss.dtype == torch.float32
     assert z.grad.dtype == torch.bfloat16
     exact = z.detach().double().requires_grad_()
-    wanted = shd_torch.kd.kd_loss(targets, exact)
-    wanted.backward()
+    expected = shd_torch.kd.kd_loss(targets, exact)
+    expected.backward()
     limits = load_tolerances()["agreement"]
-    assert loss.item() == pytest.approx(wanted.item(), rel=limits["float32"]["loss"]["rtol"])
+    assert loss.item() == pytest.approx(expected.item(), rel=limits["float32"]["loss"]["rtol"])
     bound = limits["bfloat16"]["gradient"]
     torch.testing.assert_close(z.grad.double(), exact.grad, atol=bound["atol"], rtol=bound["rtol"])
 
@@ -154,9 +154,9 @@ def test_a_step_compiles_whole(operation: str) -> None:
 
     mask = tensor(MASK)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    got, wanted = compiled(*leaves), loss(*leaves)
-    torch.testing.assert_close(got, wanted)
-    for one, other in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(wanted, leaves), strict=True):
+    got, expected = compiled(*leaves), loss(*leaves)
+    torch.testing.assert_close(got, expected)
+    for one, other in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(one, other)
 
 

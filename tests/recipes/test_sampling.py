@@ -27,13 +27,13 @@ def test_text_is_sampled_from_the_mixture_of_probabilities(models: tuple[object,
     options |= {"logits_processor": [mixture], "output_scores": True, "return_dict_in_generate": True}
     sampled = student.generate(input_ids=ids, attention_mask=mask, **options)
     whole = torch.cat((mask, mask.new_ones(2, 4)), 1)
-    given = {
+    arguments = {
         "input_ids": sampled.sequences,
         "attention_mask": whole,
         "position_ids": (whole.cumsum(1) - 1).clamp(min=0),
     }
     with torch.no_grad():
-        logits = [model(**given).logits[:, 3:-1] for model in (student, teacher)]
+        logits = [model(**arguments).logits[:, 3:-1] for model in (student, teacher)]
     banned = torch.zeros(30, dtype=torch.bool)
     banned[2] = True  # the end of text, as at least four tokens are asked for
     p_student = logits[0].masked_fill(banned, -torch.inf).softmax(-1)

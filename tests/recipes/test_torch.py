@@ -132,21 +132,21 @@ def test_vitkd_has_the_gradients_of_finite_differences() -> None:
     torch.manual_seed(0)
     module = recipes.ViTKD(D, 4, removed=0.4).double()
     torch.nn.init.normal_(module.mask_token)
-    given = [normal(B, N, size) for size in (D, D, D, 4, 4, 4)]
+    sides = [normal(B, N, size) for size in (D, D, D, 4, 4, 4)]
     noise = np.array([[3, 1, 2, 1, 9, 1], [0, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0]]) / 10
-    found = module([*give(given[:2])], give(given[2]), [*give(given[3:5])], give(given[5]), give(noise), grid=(2, 3))
+    actual = module([*give(sides[:2])], give(sides[2]), [*give(sides[3:5])], give(sides[5]), give(noise), grid=(2, 3))
 
     def loss(*tensors: Tensor) -> Tensor:
-        teachers = give(given[3:5]), give(given[5])
+        teachers = give(sides[3:5]), give(sides[5])
         terms = module([*tensors[:2]], tensors[2], *teachers, give(noise), grid=(2, 3))
         return 1e5 * terms.total  # the weights are small
 
-    assert gradcheck(loss, tuple(tensor.requires_grad_() for tensor in give(given[:3])))
-    found.total.backward()
+    assert gradcheck(loss, tuple(tensor.requires_grad_() for tensor in give(sides[:3])))
+    actual.total.backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
-    drawn = module(give(given[:2]), give(given[2]), give(given[3:5]), give(given[5]), grid=(2, 3))
-    assert drawn["mimic"].value == found["mimic"].value
-    assert drawn["generate"].value != found["generate"].value
+    drawn = module(give(sides[:2]), give(sides[2]), give(sides[3:5]), give(sides[5]), grid=(2, 3))
+    assert drawn["mimic"].value == actual["mimic"].value
+    assert drawn["generate"].value != actual["generate"].value
 
 
 @pytest.mark.parametrize("case", ["language_kd shifted", "gkd", "cross_entropy", "minillm_policy biased"])
@@ -202,9 +202,9 @@ def test_half_precision_is_for_storage(case: str) -> None:
     bound = load_tolerances()["agreement"]["float32"]["loss"]
     student = half.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        found = ours(case, student).total
-    found.backward()
+        actual = ours(case, student).total
+    actual.backward()
     assert student.grad.dtype == torch.bfloat16
     exact = ours(case, half.double()).total
     scale = sum(abs(term.weight * term.value.item()) for term in ours(case, half.double()).values())
-    assert found.item() == pytest.approx(exact.item(), abs=bound["rtol"] * scale + bound["atol"])
+    assert actual.item() == pytest.approx(exact.item(), abs=bound["rtol"] * scale + bound["atol"])

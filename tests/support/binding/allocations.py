@@ -16,15 +16,15 @@ class Live(TorchDispatchMode):
         self.known = {tensor.untyped_storage()._cdata for tensor in held}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for made in found if isinstance(found, list | tuple) else (found,):
+        actual = func(*args, **(kwargs or {}))
+        for made in actual if isinstance(actual, list | tuple) else (actual,):
             storage = made.untyped_storage() if isinstance(made, Tensor) else None
             if storage is not None and storage._cdata not in self.known:
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.most = max(self.most, self.now)
                 weakref.finalize(storage, self.drop, storage._cdata, storage.nbytes())
-        return found
+        return actual
 
     def drop(self, name: int, size: int) -> None:
         self.known.discard(name)

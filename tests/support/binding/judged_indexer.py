@@ -44,9 +44,9 @@ def _teacher_of(arguments: dict[str, Any]) -> list[Factored]:
     scale = check_number("teacher_scale", arguments.pop("teacher_scale"), "IDX-6")
     mask, outside = arguments.pop("attn_mask", None), arguments.get("outside")
     single = isinstance(queries, Tensor)
-    given = [queries, keys, *([] if outside is None else [outside])]
-    if len({None if isinstance(one, Tensor) else len(one) for one in given}) > 1:
-        raise ShdError("argument-shape", f"one array each, or equally long lists; got {given}", "IDX-8")
+    layers = [queries, keys, *([] if outside is None else [outside])]
+    if len({None if isinstance(one, Tensor) else len(one) for one in layers}) > 1:
+        raise ShdError("argument-shape", f"one array each, or equally long lists; got {layers}", "IDX-8")
     teachers = []
     for q, k in zip(*(([queries], [keys]) if single else (queries, keys)), strict=True):
         for name, one in (("teacher_queries", q), ("teacher_keys", k)):

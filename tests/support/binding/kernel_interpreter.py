@@ -62,19 +62,19 @@ def call_loss(
     def convert(fields: dict[str, Any]) -> dict[str, Any]:
         return {key: to_tensor(value, device) if hasattr(value, "dtype") else value for key, value in fields.items()}
 
-    given, fields = {"backend": "triton"} | convert(arguments), convert(supervision)
-    tensors = [value for value in (given | fields).values() if isinstance(value, torch.Tensor)]
+    options, fields = {"backend": "triton"} | convert(arguments), convert(supervision)
+    tensors = [value for value in (options | fields).values() if isinstance(value, torch.Tensor)]
     before = [tensor.clone() for tensor in tensors]
-    shared = {name: given[name] for name in ("attn_mask", "is_causal", "window") if name in given}
+    shared = {name: options[name] for name in ("attn_mask", "is_causal", "window") if name in options}
     taught = Coded(**fields) if "buffer" in fields else Factored(**shared | fields)
-    q, k = given.pop("student_q").requires_grad_(), given.pop("student_k").requires_grad_()
-    (choice,) = explain_backend(q, k, taught, **given)
+    q, k = options.pop("student_q").requires_grad_(), options.pop("student_k").requires_grad_()
+    (choice,) = explain_backend(q, k, taught, **options)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS refuses to be deterministic
     torch.use_deterministic_algorithms(deterministic)
     try:
-        loss = attention_kl(q, k, taught, **given)
+        loss = attention_kl(q, k, taught, **options)
         # As a gradient scaler does; small numbers would vanish in float16.
-        scaler = 16.0 / given["beta"]
+        scaler = 16.0 / options["beta"]
         dq, dk = torch.autograd.grad(loss, (q, k), loss.new_tensor(scaler))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -152,12 +152,12 @@ def _logits(queries: Array, keys: Array, masks: dict[str, Any]) -> tuple[Array, 
         allowed &= j <= i
     if "window" in masks:
         allowed &= (i - j < masks["window"]) & (j - i < masks["window"])
-    given = masks.get("attn_mask")
-    if given is not None and given.dtype == np.bool_:
-        allowed &= given
-    elif given is not None:
-        allowed &= given > -np.inf
-        logits = logits + np.where(np.isneginf(given), 0.0, given)
+    mask = masks.get("attn_mask")
+    if mask is not None and mask.dtype == np.bool_:
+        allowed &= mask
+    elif mask is not None:
+        allowed &= mask > -np.inf
+        logits = logits + np.where(np.isneginf(mask), 0.0, mask)
     return logits, allowed
 
 

@@ -53,9 +53,9 @@ class HeadAdapter(LossesAdapter):
         return answer["dhidden"] if operation.endswith("_gradient") else answer
 
 
-def _vitkd(parameters: Mapping[str, Tensor], noise: Tensor, *, grid: Any = None, **given: Any) -> Any:
-    sides = [given.pop(f"{side}_{part}") for side in ("student", "teacher") for part in ("layers", "last")]
-    module = recipes.ViTKD(sides[1].shape[-1], sides[3].shape[-1], num_layers=len(sides[0]), **given)
+def _vitkd(parameters: Mapping[str, Tensor], noise: Tensor, *, grid: Any = None, **arguments: Any) -> Any:
+    sides = [arguments.pop(f"{side}_{part}") for side in ("student", "teacher") for part in ("layers", "last")]
+    module = recipes.ViTKD(sides[1].shape[-1], sides[3].shape[-1], num_layers=len(sides[0]), **arguments)
     state = {name: parameters[name.replace(".", "_")] for name in module.state_dict()}
     module.to(noise.device, noise.dtype).load_state_dict(state)
     return module(*sides, noise, grid=grid)

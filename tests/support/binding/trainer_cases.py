@@ -64,7 +64,7 @@ def export(folder: Path, seed: int = 1) -> None:
     trace(make_model(4, seed=seed), example, folder / "teacher.onnx")
 
 
-def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:
+def make_trainer(out: Path, *, train: Any, **options: Any) -> SHDTrainer:
     arguments: dict[str, Any] = {"output_dir": str(out), "per_device_train_batch_size": 4, "max_steps": 2, "seed": 3}
     arguments |= {"learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "sgd"}
     arguments |= {
@@ -74,18 +74,18 @@ def make_trainer(out: Path, *, train: Any, **given: Any) -> SHDTrainer:
         "disable_tqdm": True,
         "logging_steps": 1,
     }
-    arguments |= given.pop("arguments", {})
+    arguments |= options.pop("arguments", {})
     return SHDTrainer(
-        model=given.pop("model", None) or make_model(2, seed=2),
+        model=options.pop("model", None) or make_model(2, seed=2),
         args=transformers.TrainingArguments(**arguments),
         train_dataset=train,
-        data_collator=given.pop("collate", pad),
-        **given,
+        data_collator=options.pop("collate", pad),
+        **options,
     )
 
 
-def trained(out: Path, **given: Any) -> SHDTrainer:
-    trainer = make_trainer(out, **given)
+def trained(out: Path, **arguments: Any) -> SHDTrainer:
+    trainer = make_trainer(out, **arguments)
     trainer.train()
     return trainer
 

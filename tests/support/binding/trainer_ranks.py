@@ -23,19 +23,19 @@ def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
     if way == "uneven":
         samples = samples[:7]
     micro = 2 if way.endswith("accumulated") else 1
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     train: Any = SupervisedDataset(samples, cache)
     if way.startswith("stream"):
         train = SupervisedStream(samples, cache)
     if way == "live":
-        train, given["teacher"] = samples, OnlineTeacher(make_model(4, seed=1), 2, 2)
+        train, options["teacher"] = samples, OnlineTeacher(make_model(4, seed=1), 2, 2)
     if way.startswith("terms"):
         for number, sample in enumerate(samples):
             sample["labels"] = sample["labels"].clone()
             sample["labels"][: number % 3] = -100  # rows of logits that count are others than those of attention
         wide = make_model(4, seed=1, width=24)
-        train, given["teacher"] = samples, OnlineTeacher(wide, 2, 2, hidden_layers=[1])
-        given |= {"kd": KdTerm(rows="next_labels"), "hidden": HiddenTerm([(1, 1)])}
+        train, options["teacher"] = samples, OnlineTeacher(wide, 2, 2, hidden_layers=[1])
+        options |= {"kd": KdTerm(rows="next_labels"), "hidden": HiddenTerm([(1, 1)])}
     arguments = {
         "max_steps": 3,
         "logging_steps": 3,
@@ -43,7 +43,7 @@ def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
         "gradient_accumulation_steps": micro,
         "accelerator_config": {"even_batches": False},
     }
-    return make_trainer(out, train=train, beta=0.5, arguments=arguments, **given)
+    return make_trainer(out, train=train, beta=0.5, arguments=arguments, **options)
 
 
 def run_rank(rank: int, folder: str, cache: str) -> None:

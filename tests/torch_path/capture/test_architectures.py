@@ -84,9 +84,9 @@ def test_flash_style_masks(causal: bool) -> None:
         model.set_attn_implementation("by_padding")
         with capture_attention(model, len(maps)) as captured:
             torch.testing.assert_close(model(**inputs)[0], expected)
-        for probs, wanted in zip(captured.probs, maps, strict=True):
+        for probs, target in zip(captured.probs, maps, strict=True):
             real = inputs["attention_mask"].bool()[:, None, :, None]
-            torch.testing.assert_close(probs * real, wanted * real, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(probs * real, target * real, atol=1e-6, rtol=1e-5)
         assert all(call.rule.window == (4 if causal else None) for call in captured.calls)
     finally:
         AttentionInterface._global_mapping.pop("by_padding")

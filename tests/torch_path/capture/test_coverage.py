@@ -116,6 +116,6 @@ def test_tensors_of_unknown_meaning_are_refused() -> None:
     with capture_attention(model) as captured:
         model(ids)
     assert len(captured.calls) == 2
-    for given in (sinks, [sinks]):
+    for arguments in (sinks, [sinks]):
         with refusal("capture-failed", "got 'attention_sinks'"), capture_attention(model):
-            model(ids, attention_sinks=given)
+            model(ids, attention_sinks=arguments)

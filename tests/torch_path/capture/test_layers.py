@@ -179,8 +179,10 @@ def test_multi_head_modules_keep_their_place(need_weights: bool) -> None:
     with torch.no_grad():
         for supervision, number in zip(taught.supervise(), (1, 2), strict=True):
             assert supervision.shape == (2, 2, 8, 8)
-            given = OnlineTeacher(model, 2, [(0, number)], output_projections={number: _projection(model, number)})(x)
-            assert torch.equal(given.supervise()[0].probs(), supervision.probs())
+            arguments = OnlineTeacher(
+                model, 2, [(0, number)], output_projections={number: _projection(model, number)}
+            )(x)
+            assert torch.equal(arguments.supervise()[0].probs(), supervision.probs())
 
 
 def _projection(model: Mixed, number: int) -> Tensor:

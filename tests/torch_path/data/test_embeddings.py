@@ -90,8 +90,8 @@ def test_the_command_reads_the_folder(encoder: Path, tmp_path: Path) -> None:
     words = ["precompute", str(encoder.with_suffix(".onnx")), "--inputs", str(tmp_path / "texts.jsonl")]
     words += ["--tokenizer", str(encoder), "--embeddings", str(encoder), "--no-attention"]
     words += ["--out", str(tmp_path / "cache")]
-    said = shd(*words)
-    assert "embeddings" in said
+    output = shd(*words)
+    assert "embeddings" in output
     assert "width 32, pooling mean" in shd("ls", str(tmp_path / "cache"))
     assert len(vectors_of(tmp_path / "cache", encoder)) == len(TEXTS)
     words[words.index("--embeddings") + 1] = "mean,normalize"

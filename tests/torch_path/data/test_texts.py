@@ -42,11 +42,11 @@ def test_they_are_what_precompute_reads(folder: Path, max_length: int | None) ->
 
 def test_what_holds_no_text_is_named(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    for given, said in (
+    for arguments, output in (
         ({"text_column": "content"}, "text_column must be one of text, other"),
         ({"text_column": "other"}, "other must be text; got ndarray"),
     ):
-        with pytest.raises(ShdError, match=said):
-            read_texts(folder / "t.jsonl", tokenizer, **given)
+        with pytest.raises(ShdError, match=output):
+            read_texts(folder / "t.jsonl", tokenizer, **arguments)
     with pytest.raises(ShdError, match="must exist"):
         read_texts(folder / "gone.jsonl", tokenizer)

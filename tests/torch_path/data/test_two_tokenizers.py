@@ -113,10 +113,10 @@ def test_a_student_with_another_tokenizer_is_trained(folders: Any, tmp_path: Pat
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     student = transformers.BertModel(transformers.BertConfig(vocab_size=262, **sizes), add_pooling_layer=False)
-    given = {"train": data, "model": student, "beta": 1.0, "arguments": {"remove_unused_columns": False}}
+    arguments = {"train": data, "model": student, "beta": 1.0, "arguments": {"remove_unused_columns": False}}
     with refusal("inputs-invalid", "attention_mask must be ones"):
-        trained(tmp_path / "a", **given, collate=pad_in_front)
-    trainer = trained(tmp_path / "b", **given, collate=pad)
+        trained(tmp_path / "a", **arguments, collate=pad_in_front)
+    trainer = trained(tmp_path / "b", **arguments, collate=pad)
     assert all(entry["shd_loss"] > 0 for entry in trainer.state.log_history if "shd_loss" in entry)
 
 

@@ -20,7 +20,7 @@ def case(seed: int, *, blocks: int = 1, layers: int = 1, scorers: int = 4, outsi
     """Arguments of the reference, as arrays."""
     rng = np.random.default_rng(seed)
     num_blocks = -(-S // blocks)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "queries": rng.normal(size=(B, scorers, L, 3)),
         "keys": rng.normal(size=(B, scorers // 2, num_blocks, 3)),
         "weights": rng.normal(size=(B, scorers, L)),
@@ -32,8 +32,8 @@ def case(seed: int, *, blocks: int = 1, layers: int = 1, scorers: int = 4, outsi
         "attn_mask": CAUSAL,
     }
     if outside:
-        given["outside"] = [rng.normal(size=(B, H, L)) + 60.0 * layer for layer in range(layers)]
-    return given
+        arguments["outside"] = [rng.normal(size=(B, H, L)) + 60.0 * layer for layer in range(layers)]
+    return arguments
 
 
 def run(given: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[float, list[np.ndarray]]:
@@ -86,10 +86,10 @@ def test_value_and_gradients_are_the_references(
 ) -> None:
     # Several tiles a sample, and no two of one height; the judge draws samples of one tile.
     monkeypatch.setattr("shd_torch.indexer.request.tile_entries", lambda _: 300)
-    given = {**case(number, **made), **OPTIONS[number]}
-    value, gradients = run(given)
-    assert value == pytest.approx(shd_ref.indexer_loss(**given), rel=1e-12, abs=1e-12)
-    for got, right in zip(gradients, shd_ref.indexer_loss_gradient(**given), strict=True):
+    arguments = {**case(number, **made), **OPTIONS[number]}
+    value, gradients = run(arguments)
+    assert value == pytest.approx(shd_ref.indexer_loss(**arguments), rel=1e-12, abs=1e-12)
+    for got, right in zip(gradients, shd_ref.indexer_loss_gradient(**arguments), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-12, atol=1e-12)
 
 
@@ -117,7 +117,7 @@ def test_a_selection_keeps_its_proportions_however_faint(options: dict[str, Any]
     """Selected keys that hold 1e-70 and less of the mass, by head, layer and window, against the reference."""
     options = dict(options)
     blocks = options.pop("blocks", 1)
-    given = {**case(41, blocks=blocks, layers=2, scorers=2), **options, "top_k": 2, "reduction": "rows"}
+    arguments = {**case(41, blocks=blocks, layers=2, scorers=2), **options, "top_k": 2, "reduction": "rows"}
     queries = [np.ones((B, H, L, 1)) * layer for layer in (1.0, 2.0)]
     logits = np.array([160.0, 160.0, -3.0, 1.0, 0.5, -4.0, 2.0, 0.25, -1.0])  # exact in every dtype
     keys = [layer + logits[:, None] * np.ones((B, KV, S, 1)) for layer in (0.0, 4.0)]
@@ -129,10 +129,10 @@ def test_a_selection_keeps_its_proportions_however_faint(options: dict[str, Any]
         "weights": np.ones((B, 2, L)),
     }
     scorer["keys"][:, :, 2:, 0] = np.arange(1, scorer["keys"].shape[2] - 1)  # the first keys are never selected
-    given |= {**taught, **scorer, "outside": outside, "scale": 0.5}
-    value, gradients = run(given, dtype)
-    assert value == pytest.approx(shd_ref.indexer_loss(**given), rel=1e-5)
-    for got, right in zip(gradients, shd_ref.indexer_loss_gradient(**given), strict=True):
+    arguments |= {**taught, **scorer, "outside": outside, "scale": 0.5}
+    value, gradients = run(arguments, dtype)
+    assert value == pytest.approx(shd_ref.indexer_loss(**arguments), rel=1e-5)
+    for got, right in zip(gradients, shd_ref.indexer_loss_gradient(**arguments), strict=True):
         np.testing.assert_allclose(
             got, right, rtol=1e-5, atol=max(1e-5, 4 * torch.finfo(dtype).eps) * np.abs(right).max()
         )
@@ -140,13 +140,13 @@ def test_a_selection_keeps_its_proportions_however_faint(options: dict[str, Any]
 
 def test_row_mass_is_what_the_window_leaves() -> None:
     """A teacher that says what each row sums to is one whose log-sum-exp beside the keys is given."""
-    given = case(50, outside=True)
-    q, k = torch.tensor(given["teacher_queries"][0]), torch.tensor(given["teacher_keys"][0])
-    outside = torch.tensor(given["outside"][0])
+    arguments = case(50, outside=True)
+    q, k = torch.tensor(arguments["teacher_queries"][0]), torch.tensor(arguments["teacher_keys"][0])
+    outside = torch.tensor(arguments["outside"][0])
     keys = 0.7 * q @ k.mT.repeat_interleave(2, 1)
     total = keys.masked_fill(~torch.tensor(CAUSAL), -torch.inf).logsumexp(-1)
     mass = torch.sigmoid(total - outside)
-    student = tuple(torch.tensor(given[name]) for name in ("queries", "keys"))
+    student = tuple(torch.tensor(arguments[name]) for name in ("queries", "keys"))
     taught = Factored.teacher(q, k, scale=0.7, is_causal=True)
     for more in ({}, {"top_k": 3, "restriction": "mask_first"}):
         weighed = Factored.teacher(q, k, scale=0.7, is_causal=True, row_mass=mass)
@@ -156,13 +156,13 @@ def test_row_mass_is_what_the_window_leaves() -> None:
 
 def test_a_padded_layer_of_a_factored_cache_is_a_teacher() -> None:
     """Its mixing plays no part, padded rows do not count, and padded keys are not attended to."""
-    given = case(60)
-    q, k = torch.tensor(given["teacher_queries"][0]), torch.tensor(given["teacher_keys"][0])
+    arguments = case(60)
+    q, k = torch.tensor(arguments["teacher_queries"][0]), torch.tensor(arguments["teacher_keys"][0])
     present = torch.tensor(ROWS)
     mixing, groups = torch.tensor([[[0.3, 0.7, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]]] * B), ((0, 1), (2, 3))
     masked = {"attn_mask": present[:, None, None], "row_mass": present[:, None].double().expand(-1, H, -1)}
     cached = Factored(q, k, mixing.double(), scale=0.7, is_causal=True, groups=groups, **masked)
-    student = [torch.tensor(given[name]).requires_grad_() for name in ("queries", "keys")]
+    student = [torch.tensor(arguments[name]).requires_grad_() for name in ("queries", "keys")]
     for options in ({"reduction": "rows"}, {"reduction": "samples", "top_k": 3}):
         padded = indexer_kl(*student, cached, scale=0.9, **options)
         rows = [

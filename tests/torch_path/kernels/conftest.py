@@ -23,6 +23,6 @@ def interpreter() -> Iterator[Any]:
 def loss(request: pytest.FixtureRequest) -> Any:
     """``loss(supervision, arguments)``: ``attention_kl`` with arrays for tensors, see ``call_loss``."""
     if request.param == "cuda":
-        return lambda *given: call_loss(*given, device="cuda")
+        return lambda *arguments: call_loss(*arguments, device="cuda")
     pool = request.getfixturevalue("interpreter")
-    return lambda *given: pool.submit(call_loss, *given).result(timeout=300)
+    return lambda *arguments: pool.submit(call_loss, *arguments).result(timeout=300)

@@ -202,7 +202,7 @@ def test_large_logits_near_the_teacher_stay_within_the_stated_bound(
     common, *parts = rng.normal(size=64) / 64**0.25, rng.normal(size=shape), rng.normal(size=shape)
     q, k = ((size / 2 * (shared * common + part / (size if shared else 1))).astype(np.float16) for part in parts)
     taught = (q * (1 + moved * rng.normal(size=shape))).astype(np.float32)
-    found = loss(
+    actual = loss(
         {"queries": taught, "keys": k.astype(np.float32), "mixing": np.ones((1, 1, 1), np.float32)},
         {"student_q": q, "student_k": k, "beta": 1.0, "backend": backend, "product_dtype": torch.float32},
     )
@@ -212,7 +212,7 @@ def test_large_logits_near_the_teacher_stay_within_the_stated_bound(
     assert largest > 1e4
     share, weight = (48 + largest * (64 + 8)) * 2.0**-24, 1 / 8 / 48  # scale, and the weight of a row
     moved_by = 2 * share + 2.0**-10 * np.abs(dz).sum(-1)  # of each row; products of half precision too
-    errors = {"dk": found["dk"] - weight * dz.swapaxes(-1, -2) @ q, "dq": found["dq"] - weight * dz @ k}
+    errors = {"dk": actual["dk"] - weight * dz.swapaxes(-1, -2) @ q, "dq": actual["dq"] - weight * dz @ k}
     assert np.linalg.norm(errors["dk"]) <= weight * (moved_by * np.linalg.norm(q, axis=-1)).sum()
     most = np.linalg.norm(k, axis=-1).max()
     assert (np.linalg.norm(errors["dq"], axis=-1) <= weight * moved_by * most).all()

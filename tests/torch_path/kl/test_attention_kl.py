@@ -258,10 +258,10 @@ def test_learned_bias_gets_its_gradient(shape: tuple[int, ...]) -> None:
     if shape == (1, 1, 9, 9):  # a key that is masked in both models
         supervision = replace(supervision, attn_mask=torch.arange(9) != 3)
 
-    def loss_of(given: torch.Tensor) -> torch.Tensor:
+    def loss_of(mask: torch.Tensor) -> torch.Tensor:
         if shape == (1, 1, 9, 9):
-            given = given.masked_fill(torch.arange(9) == 3, -torch.inf)
-        return attention_kl(q, k, supervision, attn_mask=given, temperature=2.0)
+            mask = mask.masked_fill(torch.arange(9) == 3, -torch.inf)
+        return attention_kl(q, k, supervision, attn_mask=mask, temperature=2.0)
 
     assert torch.autograd.gradcheck(loss_of, (bias.requires_grad_(),))
     with pytest.raises(ShdError, match="gradient of an added mask"):
@@ -360,8 +360,8 @@ def test_fused_products_in_float16_where_rows_look_at_one_key() -> None:
         return [each.grad.double() for each in (queries, keys) if each.grad is not None]
 
     exact = gradients(torch.float64, backend="dense")
-    found = gradients(torch.bfloat16, backend="sdpa", product_dtype=torch.float16)
-    for got, want in zip(found, exact, strict=True):
+    actual = gradients(torch.bfloat16, backend="sdpa", product_dtype=torch.float16)
+    for got, want in zip(actual, exact, strict=True):
         assert torch.linalg.vector_norm(got - want) < limit * torch.linalg.vector_norm(want)
 
 
@@ -374,5 +374,5 @@ def test_queries_and_keys_are_taught_without_a_copy_to_the_device(
     q, k = case.student(torch.float32)
     taught = case.supervision(torch.float32)
     assert isinstance(taught, Factored)
-    monkeypatch.setattr(torch, "tensor", lambda *given, **keywords: pytest.fail("copies"))
+    monkeypatch.setattr(torch, "tensor", lambda *arguments, **keywords: pytest.fail("copies"))
     attention_kl(q, k, taught, backend=backend, check=False).backward()

@@ -32,8 +32,8 @@ PROJECTIONS = {
 
 
 def projections_of(name: str, model: nn.Module) -> list[np.ndarray[Any, Any]]:
-    found = [p for key, p in model.named_parameters() if key.endswith(PROJECTIONS[name])]
-    return [to_float64(p if name == "gpt2" else p.mT) for p in found]
+    weights = [p for key, p in model.named_parameters() if key.endswith(PROJECTIONS[name])]
+    return [to_float64(p if name == "gpt2" else p.mT) for p in weights]
 
 
 def maps_and_values(name: str) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
@@ -72,10 +72,10 @@ def test_equals_the_squeeze_of_eager_maps(name: str) -> None:
             assert squeeze.plan == expected.plan
             assert_agrees(squeeze.mixing, expected.mixing, "float32", "alpha")
             assert_agrees(squeeze.residual, expected.residual, "float32", "residual")
-            merged, wanted = to_float64(squeeze.supervision.probs()), expected.probs
+            merged, target = to_float64(squeeze.supervision.probs()), expected.probs
             if rows is not None:
-                merged, wanted = (np.where(rows[:, None, :, None], each, 0) for each in (merged, wanted))
-            np.testing.assert_allclose(merged, wanted, atol=1e-5)
+                merged, target = (np.where(rows[:, None, :, None], each, 0) for each in (merged, target))
+            np.testing.assert_allclose(merged, target, atol=1e-5)
     first = taught.output if isinstance(taught.output, Tensor) else taught.output[0]
     assert torch.equal(first, expected_output if isinstance(expected_output, Tensor) else expected_output[0])
 
@@ -106,10 +106,10 @@ def test_loss_and_gradients_are_those_of_eager_maps(temperature: float) -> None:
     total = torch.stack(list(terms.values())).sum()
     torch.testing.assert_close(total, expected, atol=1e-6, rtol=2e-5)
     keys = [call.key for call in captured.calls]
-    for found, wanted in zip(
+    for actual, target in zip(
         torch.autograd.grad(total, keys, retain_graph=True), torch.autograd.grad(expected, keys), strict=True
     ):
-        torch.testing.assert_close(found, wanted, atol=1e-7, rtol=1e-4)
+        torch.testing.assert_close(actual, target, atol=1e-7, rtol=1e-4)
     assert all(p.grad is None for p in online.model.parameters())
 
 
@@ -179,11 +179,11 @@ def test_compiled_and_narrow_teachers(way: str) -> None:
     tolerance = 1e-6 if way in ("layers", "whole") else 0.03
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-            found = online(images).squeezes
-        for squeeze, wanted in zip(found, expected, strict=True):
+            actual = online(images).squeezes
+        for squeeze, target in zip(actual, expected, strict=True):
             assert squeeze.mixing.dtype == torch.float32
             torch.testing.assert_close(
-                squeeze.supervision.probs(), wanted.supervision.probs(), atol=tolerance, rtol=tolerance
+                squeeze.supervision.probs(), target.supervision.probs(), atol=tolerance, rtol=tolerance
             )
 
 
@@ -230,9 +230,9 @@ def test_a_projection_that_is_loaded_is_the_new_one(kind: str, assign: bool) -> 
     before = online(*inputs).squeezes
     first.load_state_dict(second.state_dict(), assign=assign)
     expected = OnlineTeacher(second, 2, 2)(*inputs).squeezes
-    for found, wanted, old in zip(online(*inputs).squeezes, expected, before, strict=True):
-        torch.testing.assert_close(found.mixing, wanted.mixing)
-        assert not torch.allclose(found.mixing, old.mixing, atol=1e-3)
+    for actual, target, old in zip(online(*inputs).squeezes, expected, before, strict=True):
+        torch.testing.assert_close(actual.mixing, target.mixing)
+        assert not torch.allclose(actual.mixing, old.mixing, atol=1e-3)
 
 
 def test_a_projection_whose_module_is_replaced_is_the_new_one_or_missed() -> None:

@@ -141,13 +141,13 @@ def test_compiles_whole(divergence: str, variant: str) -> None:
         return shd.shd_loss(teacher, student, divergence=divergence, check=False, **tensors)
 
     torch.compiler.reset()  # every case compiles the same function: together they would pass its limit
-    found = []
+    runs = []
     for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
         student = to_tensor(logits).requires_grad_()
         loss = function(student)
         loss.backward()
-        found.append((loss.detach(), student.grad))
-    torch.testing.assert_close(found[0], found[1])
+        runs.append((loss.detach(), student.grad))
+    torch.testing.assert_close(runs[0], runs[1])
 
 
 def test_gradients_work_in_inference_mode_and_under_functional_transforms() -> None:

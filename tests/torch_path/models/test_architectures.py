@@ -55,8 +55,8 @@ def test_exported_found_and_squeezed(name: str, is_newer: bool, tmp_path: Path) 
     # The graph is the model, at another batch and length than the exporter saw.
     output = run_session(open_session(teacher.SerializeToString(), num_threads=1), feeds)
     with torch.no_grad():
-        given = model(**make_inputs(name, batch=3, length=7, seed=1))
-    expected = given if isinstance(given, torch.Tensor) else next(iter(given.values()))
+        result = model(**make_inputs(name, batch=3, length=7, seed=1))
+    expected = result if isinstance(result, torch.Tensor) else next(iter(result.values()))
     np.testing.assert_allclose(next(iter(output.values())), expected.numpy(), atol=2e-5, rtol=1e-4)
 
     sites = find_sites(teacher)
@@ -72,8 +72,8 @@ def test_exported_found_and_squeezed(name: str, is_newer: bool, tmp_path: Path) 
     states = hidden_states_of(model, inputs)
     if states:
         has_logits = "logits" in {value.name for value in teacher.graph.output}
-        asked = PrecomputeOptions(logits="topk" if has_logits else "none", hidden=tuple(range(len(sites) + 1)))
-        targets = find_targets(teacher, sites, asked)
+        options = PrecomputeOptions(logits="topk" if has_logits else "none", hidden=tuple(range(len(sites) + 1)))
+        targets = find_targets(teacher, sites, options)
         assert len(set(targets.names) - {LOGITS}) == len(states) == len(sites) + 1
 
     mask = feeds.get("attention_mask")
@@ -100,6 +100,6 @@ def hidden_states_of(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) ->
     if not isinstance(model, PreTrainedModel):
         return []
     with torch.no_grad():
-        found = model(**inputs, output_hidden_states=True)
-    last = getattr(found, "last_hidden_state", found.hidden_states[-1])  # that of a ViT's list is before the norm
-    return [states.numpy() for states in (*found.hidden_states[:-1], last)]
+        outputs = model(**inputs, output_hidden_states=True)
+    last = getattr(outputs, "last_hidden_state", outputs.hidden_states[-1])  # that of a ViT's list is before the norm
+    return [states.numpy() for states in (*outputs.hidden_states[:-1], last)]

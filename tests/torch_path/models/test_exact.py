@@ -116,8 +116,8 @@ def test_the_command_writes_them_beside_other_forms(llama: tuple[Any, Path], tmp
     np.savez(tmp_path / "data.npz", **arrays())
     words = ["precompute", str(llama[1]), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "1"]
     words += ["--hidden", "1,last", "--hidden-codec", "int8", "--logits", "topk", "--logits-top", "4"]
-    said = shd(*words, "--out", str(tmp_path / "cache"))
-    assert "exact" in said
+    output = shd(*words, "--out", str(tmp_path / "cache"))
+    assert "exact" in output
     listed = shd("ls", str(tmp_path / "cache"))
     assert "53 classes, float32" in listed
     assert verify_cache(tmp_path / "cache").ok

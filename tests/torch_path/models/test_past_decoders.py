@@ -57,8 +57,8 @@ def test_every_site_is_found_with_its_heads(taught: Taught) -> None:
     assert [site.supported for site in sites] == [True, True]
     expected = (4, 2 if taught.name == "llama" else 4, 4, 4, 16, False)
     for site in sites:
-        found = (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model, site.cross)
-        assert found == expected
+        actual = (site.num_heads, site.num_kv_heads, site.d_k, site.d_v, site.d_model, site.cross)
+        assert actual == expected
 
 
 def test_cached_maps_are_those_of_the_live_model(taught: Taught) -> None:

@@ -37,13 +37,13 @@ def expected_logits(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:
     logits = torch.full((BATCH, HEADS, ROWS, KEYS), -torch.inf, dtype=torch.float64)
     mask = None if rule.attn_mask is None else rule.attn_mask.expand(BATCH, HEADS, ROWS, KEYS)
     for b, h, i, j in itertools.product(*map(range, logits.shape)):
-        given = None if mask is None else mask[b, h, i, j].item()
-        masked = given is False or given == -math.inf
+        entry = None if mask is None else mask[b, h, i, j].item()
+        masked = entry is False or entry == -math.inf
         if masked or (rule.is_causal and j > i) or (rule.window is not None and abs(i - j) >= rule.window):
             continue
         z = (q[b, h, i] @ k[b, h // (HEADS // KEY_HEADS), j]).item() * (rule.scale or WIDTH**-0.5)
         z = z if rule.softcap is None else rule.softcap * math.tanh(z / rule.softcap)
-        logits[b, h, i, j] = z + (0.0 if given is None or given is True else given)
+        logits[b, h, i, j] = z + (0.0 if entry is None or entry is True else entry)
     return logits
 
 
@@ -66,9 +66,9 @@ def test_whole_and_in_tiles(structure: dict[str, Any], mask: str, other: dict[st
         assert not may_attend[:, :, rows, : keys.start].any()
         assert not may_attend[:, :, rows, keys.stop :].any()
         tile, _ = fitted.tile_logits(q[:, :, rows], k[:, :, keys], rows, keys)
-        wanted = expected[:, :, rows, keys]
+        target = expected[:, :, rows, keys]
         open_rows = may_attend[:, :, rows, keys].any(-1, keepdim=True)  # the others hold anything finite
-        torch.testing.assert_close(tile.masked_fill(~open_rows, 0.0), wanted.masked_fill(~open_rows, 0.0))
+        torch.testing.assert_close(tile.masked_fill(~open_rows, 0.0), target.masked_fill(~open_rows, 0.0))
         assert torch.isfinite(tile.masked_fill(open_rows, 0.0)).all()
     heads = torch.tensor([3, 2])  # that read one key head
     part = fitted.narrow(slice(1, 2), heads)

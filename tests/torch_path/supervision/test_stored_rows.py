@@ -58,11 +58,15 @@ def assert_decodes(batch: Any, reader: CacheReader, indices: tuple[int, ...], si
     for number, index in enumerate(indices):
         record, n, first = reader.read(key_of(index)), length_of(index), padding_of(reader.manifest, index)
         if reader.manifest.logits is not None:
-            wanted = reader.decode_logits(record)
+            decoded_row = reader.decode_logits(record)
             by_sample = reader.manifest.logits.rows == "sample"
             if by_sample:  # a trainer says the second axis of the student's logits: two classes, say
                 assert all(map(torch.equal, fields_of(batch.targets(2)), fields_of(targets)))
-            wanted_fields = [wanted[0] if by_sample else wanted] if isinstance(wanted, np.ndarray) else wanted[:3]
+            wanted_fields = (
+                [decoded_row[0] if by_sample else decoded_row]
+                if isinstance(decoded_row, np.ndarray)
+                else decoded_row[:3]
+            )
             for got, expected in zip(fields_of(targets), wanted_fields, strict=True):
                 own = got[number] if by_sample else got[number, first:n]
                 if by_sample:  # what a trainer gives of a student's (B, V) is no length
@@ -72,8 +76,8 @@ def assert_decodes(batch: Any, reader: CacheReader, indices: tuple[int, ...], si
                     assert got.shape[:2] == (len(indices), longest)
                     assert not got[number, n:].any()
                     assert not got[number, :first].any()
-            if not isinstance(wanted, np.ndarray):
-                assert (targets.temperature, targets.vocab_size) == (wanted.temperature, wanted.vocab_size)
+            if not isinstance(decoded_row, np.ndarray):
+                assert (targets.temperature, targets.vocab_size) == (decoded_row.temperature, decoded_row.vocab_size)
         assert list(states) == ([] if reader.manifest.hidden is None else reader.manifest.hidden.teacher_layers)
         for layer, state in states.items():
             assert state.shape[:2] == (len(indices), longest)
@@ -153,10 +157,10 @@ def test_rows_of_every_size(vocab_size: int, head: int, bits: int) -> None:
     logits[0] = 0.0
     logits[1, 1:] -= 1e4  # next to nothing outside of one class
     rows = form.encode(logits)
-    wanted = form.decode_rows(rows)[:3]
+    expected = form.decode_rows(rows)[:3]
     copies = 1 + 2**19 // (8 * rows.size)  # more than are decoded in one go
     many = targets.decode_rows(form, torch.from_numpy(np.tile(rows, (copies, 1))))
-    for got, want in zip(many, wanted, strict=True):
+    for got, want in zip(many, expected, strict=True):
         assert got.shape == (copies * len(want), *want.shape[1:])
         decoded = torch.from_numpy(want).to(got.dtype).double()
         assert all(torch.equal(part.double(), decoded) for part in got.split(len(want)))

@@ -86,8 +86,8 @@ def test_the_loss_is_its_formula(distance: str) -> None:
     }[distance]
     loss = embedding_loss(student, teacher, distance=distance)
     torch.testing.assert_close(loss, expected)
-    for got, wanted in zip(*(torch.autograd.grad(side, student) for side in (loss, expected)), strict=True):
-        torch.testing.assert_close(got, wanted)
+    for got, target in zip(*(torch.autograd.grad(side, student) for side in (loss, expected)), strict=True):
+        torch.testing.assert_close(got, target)
     half = embedding_loss(student.detach().half(), teacher, distance=distance)
     assert half.dtype == torch.float32
     torch.testing.assert_close(half.double(), loss.detach(), rtol=1e-2, atol=1e-3)
@@ -115,15 +115,15 @@ def test_what_cannot_be_compared() -> None:
 
 def test_agreement_is_that_of_scipy_and_of_sorted_neighbours() -> None:
     teacher, student = vectors(30, 6, 0), vectors(30, 9, 1)
-    found = compare_embeddings(teacher, student)
+    actual = compare_embeddings(teacher, student)
     units = [torch.nn.functional.normalize(side, dim=-1) for side in (teacher, student)]
     cosines = [(side @ side.T).numpy() for side in units]
     above = np.triu_indices(30, 1)
     expected = scipy.stats.spearmanr(*(side[above] for side in cosines)).statistic
-    assert found.spearman == pytest.approx(expected, abs=1e-9)
+    assert actual.spearman == pytest.approx(expected, abs=1e-9)
     nearest = [[set(np.argsort(-np.delete(row, i))[:10]) for i, row in enumerate(side)] for side in cosines]
-    assert found.neighbours == pytest.approx(np.mean([len(a & b) / 10 for a, b in zip(*nearest, strict=True)]))
-    assert found.index is None
+    assert actual.neighbours == pytest.approx(np.mean([len(a & b) / 10 for a, b in zip(*nearest, strict=True)]))
+    assert actual.index is None
     same = compare_embeddings(teacher, 3 * teacher)
     assert (same.spearman, same.neighbours, same.index) == (pytest.approx(1.0), 1.0, 1.0)
     turned = teacher.flip(1)  # the same cosines in other directions, in which no index of the teacher's finds texts
@@ -295,7 +295,7 @@ def test_the_page_trains_as_it_stands(
     capsys.readouterr()
     for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(compile(snippet, "sentence-encoders.md", "exec"), {"__name__": "__main__"})
-    said = capsys.readouterr().out
-    assert said.count("eval_spearman") >= 2
+    output = capsys.readouterr().out
+    assert output.count("eval_spearman") >= 2
     loaded = sentence_transformers.SentenceTransformer("trained-too", device="cpu")
     assert loaded.encode(TEXTS).shape == (len(TEXTS), 32)

@@ -95,10 +95,10 @@ def test_projectors_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     wide = make_model(4, seed=1, width=24)
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
 
-    def make(folder: str, **given: Any) -> Any:
+    def make(folder: str, **options: Any) -> Any:
         return make_trainer(
             tmp_path / folder,
-            **given,
+            **options,
             train=make_samples(),
             teacher=OnlineTeacher(wide, 2, 2, hidden_layers=[1, 2]),
             hidden=HiddenTerm([(1, 1), (2, 2)]),
@@ -130,10 +130,10 @@ def test_projectors_are_trained_saved_and_resumed(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    def refusal(**given: Any) -> ShdError:
-        given = {"train": make_samples(), "teacher": live(), "arguments": WHOLE} | given
+    def refusal(**arguments: Any) -> ShdError:
+        arguments = {"train": make_samples(), "teacher": live(), "arguments": WHOLE} | arguments
         with pytest.raises(ShdError) as caught:
-            make_trainer(tmp_path, **given).train()
+            make_trainer(tmp_path, **arguments).train()
         return caught.value
 
     assert "must have a term" in str(refusal())

@@ -57,11 +57,11 @@ def test_a_recipe_of_text_cached_live_and_in_parts(name: str, cached: Any, tmp_p
     if full:
         arguments = [WHOLE | {"per_device_train_batch_size": 3}, PARTS | {"per_device_train_batch_size": 1}]
         arguments[1]["gradient_accumulation_steps"] = 3
-    samples, given = texts(full=full), {"recipe": TEXTS[name], "beta": 0.3}
+    samples, settings = texts(full=full), {"recipe": TEXTS[name], "beta": 0.3}
     joined = SupervisedDataset(samples, cached(logits="float16"))
-    whole = trained(tmp_path, train=samples, teacher=live(), arguments=arguments[0], **given)
-    assert_same(trained(tmp_path, train=samples, teacher=live(), arguments=arguments[1], **given), whole)
-    assert_same(trained(tmp_path, train=joined, arguments=arguments[1], **given), whole, rel=2e-3)
+    whole = trained(tmp_path, train=samples, teacher=live(), arguments=arguments[0], **settings)
+    assert_same(trained(tmp_path, train=samples, teacher=live(), arguments=arguments[1], **settings), whole)
+    assert_same(trained(tmp_path, train=joined, arguments=arguments[1], **settings), whole, rel=2e-3)
 
     student, batch = make_model(2, seed=2), pad(samples)
     seen = {key: value for key, value in batch.items() if key != "labels"}
@@ -187,9 +187,9 @@ def test_what_a_recipe_refuses(make: Callable[[], Recipe], words: str) -> None:
 
 
 def test_what_the_trainer_refuses(cached: Any, tmp_path: Path) -> None:
-    def refusal(train: Any, **given: Any) -> ShdError:
+    def refusal(train: Any, **arguments: Any) -> ShdError:
         with pytest.raises(ShdError) as caught:
-            make_trainer(tmp_path, train=train, **({"arguments": WHOLE} | given)).train()
+            make_trainer(tmp_path, train=train, **({"arguments": WHOLE} | arguments)).train()
         return caught.value
 
     top = {"logits": "topk", "logits_top": 8, "logits_temperature": 2.0, "logits_bits": 16}

@@ -57,7 +57,7 @@ def test_capture_that_was_not_told(caches: dict[str, Path], cache: str, tmp_path
 
 def test_live_teacher(tmp_path: Path) -> None:
     teacher = OnlineTeacher(make_model(4, seed=1, layers=TEACHER_LAYERS), 2, MEANT)
-    given: dict[str, Any] = {"train": make_samples(), "teacher": teacher, "beta": 0.1}
-    make_trainer(tmp_path, model=make_model(2, seed=2, layers=MEANT), **given).train()
+    arguments: dict[str, Any] = {"train": make_samples(), "teacher": teacher, "beta": 0.1}
+    make_trainer(tmp_path, model=make_model(2, seed=2, layers=MEANT), **arguments).train()
     with refusal("cache-mismatch", r"must make 3 attention calls.*layer_map=4"):
-        make_trainer(tmp_path, model=make_model(2, seed=2, layers=4), **given).train()
+        make_trainer(tmp_path, model=make_model(2, seed=2, layers=4), **arguments).train()

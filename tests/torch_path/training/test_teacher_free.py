@@ -60,28 +60,28 @@ def test_loss_and_gradient_are_within_the_stated_error(form: str, cached: Callab
     seen = {name: value for name, value in batch.items() if name != "labels"}
     online = live(**kept)(**seen)
     logits = torch.randn(8, 12, 30, generator=torch.Generator().manual_seed(0))
-    found = []
+    runs = []
     for targets in (supervision.targets(), online.targets()):
         z = logits.clone().requires_grad_()
         loss = kd_loss(targets, z, temperature=2.0, loss_mask=mask)
         loss.backward()
-        found.append((loss.detach(), z.grad))
+        runs.append((loss.detach(), z.grad))
     assert reader.errors["logits"] is not None
     # Receipts measure float16 logits at T = 1; dividing them by 2 halves their rounding, and so does not raise it.
     rows = math.sqrt(2 * reader.errors["logits"].kl_max)
-    difference = (found[0][1] - found[1][1]).abs().sum(-1)
+    difference = (runs[0][1] - runs[1][1]).abs().sum(-1)
     assert float(difference.max()) <= 2.0 / int(mask.sum()) * rows + 1e-7
     assert float(difference[~mask].max()) == 0.0
     spread = float(logits.abs().max()) + 10  # of the logarithms that the difference is weighed with
-    assert abs(float(found[0][0] - found[1][0])) <= 4.0 * rows * spread
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=0)
-    states, wanted = supervision.hidden_states(), online.hidden_states()
-    assert list(states) == list(wanted) == [0, 1, 2]
+    assert abs(float(runs[0][0] - runs[1][0])) <= 4.0 * rows * spread
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-3, atol=0)
+    states, expected = supervision.hidden_states(), online.hidden_states()
+    assert list(states) == list(expected) == [0, 1, 2]
     assert reader.errors["hidden"] is not None
     for layer, state in states.items():
-        off = (state - wanted[layer])[mask].norm(dim=-1) / wanted[layer][mask].norm(dim=-1)
+        off = (state - expected[layer])[mask].norm(dim=-1) / expected[layer][mask].norm(dim=-1)
         assert float(off.max()) <= reader.errors["hidden"].relative_max + 1e-5
-        assert float(hidden_loss(state, wanted[layer], loss_mask=mask)) < 1e-5
+        assert float(hidden_loss(state, expected[layer], loss_mask=mask)) < 1e-5
 
 
 def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable[..., Path], tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable
     options, kept = FORMS["topk"]
     alone = cached(**options, form="none", num_student_heads=0, codec="sqrt8-row")
     assert CacheReader(alone).manifest.find(Attention) is None
-    given = {"kd": KdTerm(0.5, temperature=2.0), "hidden": HiddenTerm([(1, 1), (2, 2)], weight=0.1)}
+    arguments = {"kd": KdTerm(0.5, temperature=2.0), "hidden": HiddenTerm([(1, 1), (2, 2)], weight=0.1)}
     joined = SupervisedDataset(make_samples(), alone)
-    free = trained(tmp_path, train=joined, arguments=WHOLE, **given)
-    held = trained(tmp_path, train=make_samples(), teacher=live(**kept), arguments=WHOLE, **given)
+    free = trained(tmp_path, train=joined, arguments=WHOLE, **arguments)
+    held = trained(tmp_path, train=make_samples(), teacher=live(**kept), arguments=WHOLE, **arguments)
     for key in ("loss", "base_loss", "kd_loss", "hidden_loss"):
         assert free.state.log_history[0][key] == pytest.approx(held.state.log_history[0][key], rel=1e-3), key
     assert "shd_loss" not in free.state.log_history[0]
@@ -103,10 +103,10 @@ def test_a_cache_without_attention_teaches_kd_and_hidden_states(cached: Callable
 def test_what_a_cache_cannot_teach_is_refused_before_the_first_step(
     cached: Callable[..., Path], tmp_path: Path
 ) -> None:
-    def refusal(options: dict[str, Any], read: dict[str, Any] | None = None, **given: Any) -> ShdError:
+    def refusal(options: dict[str, Any], read: dict[str, Any] | None = None, **arguments: Any) -> ShdError:
         joined = SupervisedDataset(make_samples(), cached(**options), **(read or {}))
         with pytest.raises(ShdError) as caught:
-            make_trainer(tmp_path, train=joined, **given)
+            make_trainer(tmp_path, train=joined, **arguments)
         return caught.value
 
     for error, code, words in (
@@ -144,11 +144,11 @@ class DecoderCase(NamedTuple):
     joined: SupervisedDataset
     student: Any
 
-    def train(self, out: Path, size: int, **given: Any) -> dict[str, float]:
+    def train(self, out: Path, size: int, **options: Any) -> dict[str, float]:
         """What one step of all six samples logs, in parts of ``size``."""
         arguments = {"max_steps": 1, "per_device_train_batch_size": size, "gradient_accumulation_steps": 6 // size}
-        given = {"train": self.joined, "model": copy.deepcopy(self.student), "collate": collate_decoder} | given
-        trainer = trained(out, arguments=arguments | {"train_sampling_strategy": "sequential"}, **given)
+        options = {"train": self.joined, "model": copy.deepcopy(self.student), "collate": collate_decoder} | options
+        trainer = trained(out, arguments=arguments | {"train_sampling_strategy": "sequential"}, **options)
         logged: dict[str, float] = trainer.state.log_history[0]
         return logged
 
@@ -207,10 +207,10 @@ def test_a_cache_teaches_the_decoder_of_an_encoder_decoder(decoder_case: Decoder
     assert not states[1][:, :length][~mask].any()
     with torch.no_grad():
         own = decoder_case.student(**{name: value for name, value in batch.items() if name != "labels"}).logits
-    wanted = kd_loss(torch.from_numpy(expected), own, temperature=2.0, loss_mask=mask)
+    target = kd_loss(torch.from_numpy(expected), own, temperature=2.0, loss_mask=mask)
     terms = {"kd": KdTerm(temperature=2.0), "hidden": HiddenTerm([(1, 1)])}
     whole, parts = (decoder_case.train(tmp_path, size, **terms) for size in (6, 2))
-    assert [whole["kd_loss"], parts["kd_loss"]] == pytest.approx([float(wanted)] * 2, rel=2e-3)
+    assert [whole["kd_loss"], parts["kd_loss"]] == pytest.approx([float(target)] * 2, rel=2e-3)
     assert whole["hidden_loss"] > 0
     assert parts["hidden_loss"] == pytest.approx(whole["hidden_loss"], rel=1e-4)
 
@@ -220,15 +220,15 @@ def test_rows_that_the_labels_or_the_cache_leave_out_have_no_share(
     decoder_case: DecoderCase, tmp_path: Path, way: str
 ) -> None:
     """A step in parts is the whole step, though labels count padding too, or say alone what the decoder counts."""
-    given: dict[str, Any] = {"recipe": "language_kd"} if way == "recipe" else {"kd": KdTerm(rows="labels")}
+    arguments: dict[str, Any] = {"recipe": "language_kd"} if way == "recipe" else {"kd": KdTerm(rows="labels")}
     if way == "live":
         teacher = copy.deepcopy(decoder_case.student).eval()
         with torch.no_grad():
             for parameter in teacher.parameters():
                 parameter *= 1.5
-        given |= {"teacher": OnlineTeacher(teacher, 2, 3), "train": decoder_case.samples}
+        arguments |= {"teacher": OnlineTeacher(teacher, 2, 3), "train": decoder_case.samples}
     collate = collate_decoder if way == "live" else collate_unmasked
-    whole, parts = (decoder_case.train(tmp_path, size, collate=collate, **given) for size in (6, 2))
+    whole, parts = (decoder_case.train(tmp_path, size, collate=collate, **arguments) for size in (6, 2))
     assert whole["kd_loss"] > 0
     assert parts["kd_loss"] == pytest.approx(whole["kd_loss"], rel=1e-4)
 
