@@ -21,11 +21,12 @@ from shd_ref.shrink.heads import RIDGE, Forms, HeadMerge, HeadWeights, moment_ro
 from shd_ref.tolerances import tie_width
 
 SWEEPS = 30
-"""Over the heads of a group, each rotated towards the sum of the others."""
+"""Over the heads of a group, each rotated towards the sum of the others. Ten end within 1e-10 of the least distance
+where noise is as large as what heads share, thirty within 1e-7 where it is three times as large."""
 ROUNDS = 4
 """Of alternating least squares; more fit the model of the error better than the error itself."""
 STEPS = 12
-"""Of conjugate gradients, for the values of a round."""
+"""Of conjugate gradients, for the values of a round: random heads end 1% to 14% above the converged error."""
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,7 @@ def keep_layers(space: Space, costs: Costs, worths: Worths, limits: Sequence[flo
     return next((design for design in designs if design is not None), None)
 
 
-_REPEATS: Final = 3
+_REPEATS: Final = 3  # students that were slower than predicted give way to others within tighter limits
 _TOLERANCE: Final = 0.01  # of a limit: two runs of one graph differ by as much
 _SPEEDS: Final = 5
 """That are tried where only a quality is asked for."""

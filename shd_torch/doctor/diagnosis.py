@@ -152,7 +152,7 @@ BLOCKS, HURTS, NOTE = EFFECTS = ("blocks", "hurts", "note")
 """Supervision cannot work with the difference; is known to do worse with it; or neither."""
 
 TOKENIZER_BYTES: Final = 2**27
-"""A larger tokenizer.json is not read."""
+"""A larger tokenizer.json is not read: as Python objects JSON takes about eight times its bytes, here 1 GB."""
 
 _OF_TOKENS: Final = ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")
 """Sections of tokenizer.json that decide which ids a text becomes."""
