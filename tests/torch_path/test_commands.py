@@ -74,8 +74,3 @@ def test_help_of_every_command_shows_it_in_use(program: str, app: Any) -> None:
         for option in re.findall(r"--[a-z-]+", " ".join(examples)):
             assert page.count(option) > len(examples), option
     assert "specification" in run(shd, "--version")
-
-
-def test_errors_of_hostile_paths_are_shown_as_they_are(tmp_path: Path) -> None:
-    absent = tmp_path / "x[/b][red]:smile:"
-    assert str(absent) in run(shd_torch, "export", absent, "--out", tmp_path / "t.onnx", code=1)

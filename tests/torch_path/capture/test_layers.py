@@ -179,10 +179,9 @@ def test_multi_head_modules_keep_their_place(need_weights: bool) -> None:
     with torch.no_grad():
         for supervision, number in zip(taught.supervise(), (1, 2), strict=True):
             assert supervision.shape == (2, 2, 8, 8)
-            arguments = OnlineTeacher(
-                model, 2, [(0, number)], output_projections={number: _projection(model, number)}
-            )(x)
-            assert torch.equal(arguments.supervise()[0].probs(), supervision.probs())
+            weights = {number: _projection(model, number)}
+            alone = OnlineTeacher(model, 2, [(0, number)], output_projections=weights)(x)
+            assert torch.equal(alone.supervise()[0].probs(), supervision.probs())
 
 
 def _projection(model: Mixed, number: int) -> Tensor:

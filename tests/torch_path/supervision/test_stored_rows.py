@@ -58,16 +58,12 @@ def assert_decodes(batch: Any, reader: CacheReader, indices: tuple[int, ...], si
     for number, index in enumerate(indices):
         record, n, first = reader.read(key_of(index)), length_of(index), padding_of(reader.manifest, index)
         if reader.manifest.logits is not None:
-            decoded_row = reader.decode_logits(record)
+            rows = reader.decode_logits(record)
             by_sample = reader.manifest.logits.rows == "sample"
             if by_sample:  # a trainer says the second axis of the student's logits: two classes, say
                 assert all(map(torch.equal, fields_of(batch.targets(2)), fields_of(targets)))
-            wanted_fields = (
-                [decoded_row[0] if by_sample else decoded_row]
-                if isinstance(decoded_row, np.ndarray)
-                else decoded_row[:3]
-            )
-            for got, expected in zip(fields_of(targets), wanted_fields, strict=True):
+            fields = [rows[0] if by_sample else rows] if isinstance(rows, np.ndarray) else rows[:3]
+            for got, expected in zip(fields_of(targets), fields, strict=True):
                 own = got[number] if by_sample else got[number, first:n]
                 if by_sample:  # what a trainer gives of a student's (B, V) is no length
                     assert torch.equal(fields_of(batch.targets(1))[0], got)
@@ -76,8 +72,8 @@ def assert_decodes(batch: Any, reader: CacheReader, indices: tuple[int, ...], si
                     assert got.shape[:2] == (len(indices), longest)
                     assert not got[number, n:].any()
                     assert not got[number, :first].any()
-            if not isinstance(decoded_row, np.ndarray):
-                assert (targets.temperature, targets.vocab_size) == (decoded_row.temperature, decoded_row.vocab_size)
+            if not isinstance(rows, np.ndarray):
+                assert (targets.temperature, targets.vocab_size) == (rows.temperature, rows.vocab_size)
         assert list(states) == ([] if reader.manifest.hidden is None else reader.manifest.hidden.teacher_layers)
         for layer, state in states.items():
             assert state.shape[:2] == (len(indices), longest)

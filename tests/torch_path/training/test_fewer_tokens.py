@@ -138,18 +138,13 @@ def test_tokens_that_a_student_merges_are_pooled_at_reading(teacher: Any, tmp_pa
         call = captured.layer(layer)
         logits = call.query @ call.key.mT / call.query.shape[-1] ** 0.5
         expected += shd_ref.shd_loss(pooled, logits.double().numpy())
-    arguments = {"train": data, "beta": 1.0, "collate": stack, "arguments": {"per_device_train_batch_size": COUNT}}
-    trainer = trained(
-        tmp_path / "out", **arguments, model=MergingViT(), groups=lambda outputs: outputs["token_groups"]
-    )
+    terms = {"train": data, "beta": 1.0, "collate": stack, "arguments": {"per_device_train_batch_size": COUNT}}
+    trainer = trained(tmp_path / "out", **terms, model=MergingViT(), groups=lambda outputs: outputs["token_groups"])
     logged = [entry["shd_loss"] for entry in trainer.state.log_history if "shd_loss" in entry]
     assert logged[0] == pytest.approx(expected, rel=1e-3)
     with refusal("argument-value", "groups must be numbers below 148"):
         trained(
-            tmp_path / "b",
-            **arguments,
-            model=MergingViT(),
-            groups=lambda outputs: {1: outputs["token_groups"][1] + 1},
+            tmp_path / "b", **terms, model=MergingViT(), groups=lambda outputs: {1: outputs["token_groups"][1] + 1}
         )
 
 

@@ -149,12 +149,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "must hold labels (B, L) where they say which rows count; got none" in str(without)
     for make in (
         lambda: KdTerm(weight=-1.0),
-        lambda: KdTerm(temperature=0.0),
         lambda: KdTerm(divergence="l2"),
         lambda: KdTerm(rows="tokens"),
         lambda: HiddenTerm([]),
         lambda: HiddenTerm([(1, 1), (1, 2)]),
-        lambda: HiddenTerm([(1, 1)], distance="l1"),
     ):
         with pytest.raises(ShdError):
             make()

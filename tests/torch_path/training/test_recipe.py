@@ -200,7 +200,6 @@ def test_what_the_trainer_refuses(cached: Any, tmp_path: Path) -> None:
     for error, code, words in (
         (refusal(some, recipe="babyllama"), "argument-value", "has topk ones, a part of the classes"),
         (refusal(some, recipe="gkd"), "argument-value", "temperature 2 of"),
-        (refusal(some, recipe=Recipe("language_kd", temperature=1.0)), "argument-value", "temperature 2 of"),
         (refusal(attention, recipe="language_kd"), "cache-mismatch", "recipe must have logits in"),
         (refusal(all_, recipe="babyllama"), "argument-value", "must be full where a cache teaches"),
         (refusal(all_, recipe="gkd", teacher=live()), "argument-value", "must have one teacher"),
