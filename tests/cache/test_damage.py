@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,7 @@ FORGED: dict[str, dict[str, Callable[[dict[str, Any]], object]]] = {
         "index beyond the data set": record(index=7),
         "no length": record(length=0),
         "absurd length": record(length=2**40),
+        "length that its blobs do not fit": record(length=2**22),
         "key is a path": record(key="../../../../../etc/passwd"),
         "unknown member": record(path="../x"),
         "no blobs": record(blobs=[]),
@@ -217,8 +219,11 @@ def test_forged_receipts_are_refused(folder: Path, kind: str, fault: str) -> Non
     FORGED[kind][fault](members)
     path.write_bytes(document(members))
     (folder / "SEALED.json").unlink()
+    tracemalloc.start()
     with refusal("cache-corrupt", r"receipts/000000\.json"):
         CacheReader(folder, allow_partial=True)
+    assert tracemalloc.get_traced_memory()[1] < 2**22, "whatever it says of sizes"
+    tracemalloc.stop()
 
 
 def test_samples_in_another_order_are_reported(folder: Path) -> None:

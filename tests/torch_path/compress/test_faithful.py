@@ -53,10 +53,6 @@ MODELS: dict[str, tuple[str, Settings, str, Settings]] = {
         *("LlamaForSequenceClassification", LLAMA | {"pad_token_id": 3}),
         *("words", {"pad": 3, "padding_side": "left"}),
     ),
-    "a tokenizer that its library makes anew": (
-        *("Qwen2ForSequenceClassification", LLAMA | {"pad_token_id": 3}),
-        *("words", {"pad": 3}),
-    ),
     "padding in front of absolute positions": (
         *("GPT2ForSequenceClassification", {"pad_token_id": 3}),
         *("words", {"pad": 3, "padding_side": "left"}),
@@ -78,7 +74,6 @@ MODELS: dict[str, tuple[str, Settings, str, Settings]] = {
         *("bert", {}),
     ),
     "a file that was cut once": ("BertForSequenceClassification", {}, "bert", {"model_max_length": 9}),
-    "settings beside the tokenizer's file": ("BertForSequenceClassification", {}, "bert", CASED),
     "short lower-case sentences": ("BertModel", {}, "bert", CASED),
     "sentences of a model kept in halves": ("BertModel", {}, "bert", {}),
     "sentences with a prompt": ("BertModel", {}, "bert", CASED),
@@ -134,8 +129,6 @@ def make_folder(folder: Path, case: str) -> None:
         case "a file that was cut once":
             truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
             edit_json(folder / "tokenizer.json", truncation=truncation)
-        case "settings beside the tokenizer's file":
-            edit_json(folder / "tokenizer_config.json", do_lower_case=True)
         case "sentences of a model kept in halves":
             transformers.BertModel.from_pretrained(folder).bfloat16().save_pretrained(folder)
         case "scores by a module":
@@ -307,11 +300,9 @@ def samples_of(rows: Any) -> Any:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("a tokenizer that its library makes anew", "row 0: the text must give the tokens that AutoTokenizer gives"),
         ("no padding token", "set pad_token_id in its config.json"),
         ("a head of masked tokens", "got BertForMaskedLM: compress its base model"),
         ("an encoder kept as a decoder", "each token from those before it alone"),
-        ("settings beside the tokenizer's file", "row 0: the text must give the tokens that AutoTokenizer gives"),
         ("a prompt that is not pooled", "got include_prompt false"),
         (
             "sentences with a head of masked tokens",
