@@ -81,7 +81,7 @@ def measure(
         if forecast.pays:
             default = PrecomputeOptions(1)
             usual = {"form": default.form, "codec": default.codec, "factored_codec": default.factored_codec}
-            advised = replace(options, **usual | forecast.taken.asks)  # type: ignore[arg-type]
+            advised = replace(options, **usual | forecast.taken.options)  # type: ignore[arg-type]
             line = precompute_command(teacher, inputs, advised, run, out=out, student=student)
         _print_forecast(forecast, options.num_student_heads, line)
         print_remarks(*forecast.remarks)
@@ -119,7 +119,7 @@ def _print_forecast(forecast: Forecast, num_student_heads: int, command: str | N
     support = f", {forecast.support} support" if forecast.support else ""
     _say(f"{heads}; {forecast.num_samples} samples, {length}{support}")
     console.print(_forms(forecast))
-    for target in forecast.beside:
+    for target in forecast.targets:
         errors = {name: value for name, value in vars(target.error).items() if name.endswith("_mean")}
         means = ", ".join(f"{name.removesuffix('_mean')} {value:.2g}" for name, value in errors.items())
         size = f"{decimal(round(target.total_bytes))} in all"

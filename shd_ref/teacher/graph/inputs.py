@@ -66,7 +66,7 @@ class InputSpec:
         if 0 not in InputSizes(1, 1).shapes([self])[self.name]:
             return (
                 f"the graph cannot take {self.name} {list(self.shape)} empty: take the graph for whole samples "
-                "(decoder_model.onnx beside decoder_with_past_model.onnx), or re-export with use_cache off"
+                "(decoder_model.onnx, next to decoder_with_past_model.onnx), or re-export with use_cache off"
             )
         # A stack, (2, B, H, past, d), stands before the batch: heads and width are among the last three axes.
         count = len(self.shape)

@@ -66,7 +66,7 @@ def find_targets(
     blocks = [site for site in sites if kinds is None or kinds.kind(site) in (None, "decoder")]
     layers = sorted(set(options.hidden_layers))
     if layers and kinds is not None and of_decoder and not (blocks and kinds.decoder_inputs):
-        rule = "hidden states beside cross attention are a decoder's, with self-attention and inputs of its own"
+        rule = "hidden states with cross attention are a decoder's, with self-attention and inputs of its own"
         raise graph_unsupported(f"{rule}; this graph lacks them: run the teacher live (OnlineTeacher)", "CACHE-175")
     if options.embeddings is not None and of_decoder:
         rule = "embeddings are made of a single sequence, and this graph has a decoder's too"

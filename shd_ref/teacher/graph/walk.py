@@ -97,7 +97,7 @@ def _inside_reason(node: ir.Node, graph: ir.Graph) -> str:
     if node.op_type == "If" and chosen_by is not None and chosen_by in graph.inputs:
         return (
             f"{inside}: a merged decoder, whose input {chosen_by.name!r} chooses one of two bodies: take the file "
-            "with one body beside it (decoder_model.onnx), or export without merging (optimum-cli --no-post-process)"
+            "with one body next to it (decoder_model.onnx), or export without merging (optimum-cli --no-post-process)"
         )
     return f"{inside}: re-export the model without control flow (one forward pass, use_cache off)"
 

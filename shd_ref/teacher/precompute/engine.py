@@ -43,7 +43,7 @@ from shd_ref.teacher.precompute.forms.attention import matching_of
 from shd_ref.teacher.run.inputs import share_shards
 from shd_ref.teacher.run.outputs import BatchOutputs, check_finite
 from shd_ref.teacher.run.teacher import TeacherRun
-from shd_ref.teacher.session import run_ahead, run_beside
+from shd_ref.teacher.session import run_ahead, run_in_background
 from shd_ref.teacher.sources import Arrays, Source
 
 
@@ -275,7 +275,7 @@ class PrecomputeJob:
                 progress.report(samples=len(batch))
         self._wait(progress)
         # In the background, one at a time, while the batches of the next shard run.
-        self._under_way = run_beside(
+        self._under_way = run_in_background(
             functools.partial(self._writer.write_shard, shard, records, errors[0]), work.callers
         )
         if not work.callers:

@@ -9,7 +9,7 @@ from typing import Final
 from shd_ref.attention import check_temperature
 from shd_ref.errors import ShdError, graph_invalid, graph_unsupported, inputs_invalid
 from shd_ref.merging.plans import MergePlan, merge_plan
-from shd_ref.teacher.graph.factors import SiteFactors, check_sinks
+from shd_ref.teacher.graph.factors import MASKED, SiteFactors, check_sinks
 from shd_ref.teacher.graph.find import AttentionSite, projection_of
 from shd_ref.teacher.graph.targets import TargetTensors
 from shd_ref.teacher.opening.body import FLOAT, FUNCTION_DOMAIN, Body
@@ -265,8 +265,8 @@ def _output_results(
     return names
 
 
-# Half of it: what a mask leaves below a row's largest logit, and no teacher's own logits reach.
-_FAR_BELOW: Final = 500.0
+# A mask puts its keys further below a row's largest logit, as it adds MASKED, and no teacher's logits reach so far.
+_FAR_BELOW: Final = -MASKED / 2
 
 
 def add_spans(body: Body, factors: SiteFactors) -> str:

@@ -35,7 +35,7 @@ from shd_ref.teacher.rewrite.squeeze import GROUPS_INPUT, SqueezedGraph, squeeze
 from shd_ref.teacher.rewrite.tiles import Tiling
 from shd_ref.teacher.run.averaged import OtherTeacher, join_graphs, open_others
 from shd_ref.teacher.run.inputs import Batch, ModelInputs, run_batch
-from shd_ref.teacher.session import is_cpu, open_session, run_beside
+from shd_ref.teacher.session import is_cpu, open_session, run_in_background
 from shd_ref.tokens import id_groups, patch_groups
 
 
@@ -83,7 +83,7 @@ class TeacherGraph:
         """Load a file that is not trusted, find its attention, and choose the layers that the options name."""
         model = load_teacher(path)
         # During the walk over the graph. Errors need not wait for it: it takes seconds per gigabyte.
-        sha256 = run_beside(functools.partial(hash_teacher, path), callers, daemon=True)
+        sha256 = run_in_background(functools.partial(hash_teacher, path), callers, daemon=True)
         taken, sites = input_specs(model), find_sites(model)
         endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
         if endless is not None:  # also where no attention is asked for

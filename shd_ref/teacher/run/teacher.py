@@ -118,7 +118,7 @@ class TeacherRun:
         """Load a teacher, read the whole data set, and refuse data that cannot run, as early as that is known.
 
         With ``ahead`` two threads will call ``squeeze``: sessions leave one to the second, and the file is hashed
-        beside.
+        in the background.
         """
         check_options(options)
         check_run(run)

@@ -32,7 +32,7 @@ CONFIG_NAME: Final = "tokenizer_config.json"
 """Next to ``tokenizer.json`` in a folder: the settings of the model."""
 
 SECONDS: Final = 20.0
-"""Memory that the tokenizer may take for its file, and for each 2^20 characters of text that are encoded together."""
+"""Time that the tokenizer may take for its file, and for each 2^20 characters of text that are encoded together."""
 
 _SAVING: Final = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
 _HOW_TO_SAVE: Final = f"the folder has none; {_SAVING} writes it"

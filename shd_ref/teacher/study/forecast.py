@@ -48,14 +48,14 @@ _REFUSALS: Final = ("argument-value", "graph-unsupported", "inputs-invalid")
 
 @dataclass(frozen=True)
 class FormForecast:
-    """A way to store supervision, asked for by the fields ``asks``; ``error`` is of the maps, else the logits.
+    """A way to store supervision, by ``options`` of precompute; ``error`` is of the maps, else the logits.
 
     A reader slower than ``break_even`` bytes per second waits longer than the teacher would take.
     """
 
     form: str
     codec: str
-    asks: dict[str, str]
+    options: dict[str, str]
     bytes_per_sample: float
     bytes_per_token: float
     total_bytes: float
@@ -81,10 +81,10 @@ class TargetForecast:
 class Forecast:
     """What ``shd plan`` shows; seconds are per sample, of the teacher and of the advised way's graph.
 
-    Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``beside`` is held next to attention in all
-    ways. ``residual`` is the relative error of the merged attention output, a mean over layers and samples, with half
-    of its 95% interval (None of a single sample), ``constant_residual`` that of weights 1/2; None without attention.
-    Unless the way ``taken`` ``pays``, run the teacher while training.
+    Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``targets`` are stored next to attention in
+    all ways. ``residual`` is the relative error of the merged attention output, a mean over layers and samples, with
+    half of its 95% interval (None of a single sample), ``constant_residual`` that of weights 1/2; None without
+    attention. Unless the way ``taken`` ``pays``, run the teacher while training.
     """
 
     num_samples: int
@@ -98,7 +98,7 @@ class Forecast:
     ways: tuple[FormForecast, ...]
     taken: FormForecast
     pays: bool
-    beside: tuple[TargetForecast, ...]
+    targets: tuple[TargetForecast, ...]
     refused: tuple[str, ...]
     remarks: tuple[str, ...]
     residual: float | None
@@ -139,13 +139,13 @@ def forecast_cache(
     if options.has_attention:
         choices = [{"form": form, name: codec} for form, (name, codecs) in CODECS_OF.items() for codec in codecs]
     measured, refused = [], []
-    for asks in choices:
+    for choice in choices:
         try:
-            measured.append(_measure_way(work.storing(**asks), asks, chosen, count, teacher_seconds))
+            measured.append(_measure_way(work.storing(**choice), choice, chosen, count, teacher_seconds))
         except ShdError as error:
             if error.code not in _REFUSALS:
                 raise
-            refused.append(f"{asks['form']}: {error}")
+            refused.append(f"{choice['form']}: {error}")
     ways, last = tuple(way.forecast for way in measured), measured[-1]
     taken, residuals = advise(ways), _residuals(work, chosen)
     return Forecast(
@@ -156,11 +156,11 @@ def forecast_cache(
         max_length=int(last.lengths.max()),
         support=last.support,
         teacher_seconds=teacher_seconds,
-        squeeze_seconds=_time(work.storing(**taken.asks).squeeze, batches) / len(chosen),
+        squeeze_seconds=_time(work.storing(**taken.options).squeeze, batches) / len(chosen),
         ways=ways,
         taken=taken,
         pays=taken.break_even <= 1e6 * read_bandwidth,
-        beside=last.beside,
+        targets=last.targets,
         refused=tuple(dict.fromkeys(refused)),
         remarks=work.remarks,
         residual=float(residuals[:, 0].mean()) if work.graph.layers else None,
@@ -178,16 +178,16 @@ def advise(ways: Sequence[FormForecast]) -> FormForecast:
 
 
 class _Way(NamedTuple):
-    """One form and codec, what is held next to attention, and all known lengths."""
+    """One form and codec, the targets stored next to attention, and all known lengths."""
 
     forecast: FormForecast
-    beside: tuple[TargetForecast, ...]
+    targets: tuple[TargetForecast, ...]
     support: str
     lengths: NDArray[np.int64]
 
 
 def _measure_way(
-    work: TeacherRun, asks: dict[str, str], chosen: Sequence[int], count: int, teacher_seconds: float
+    work: TeacherRun, choice: dict[str, str], chosen: Sequence[int], count: int, teacher_seconds: float
 ) -> _Way:
     """Run some samples as they would be stored, and count the bytes of records of all known lengths."""
     inputs = work.inputs
@@ -211,9 +211,9 @@ def _measure_way(
     errors, attention, mean = Errors.merged(parts), stored.find(Attention), sum(bytes_of.values())
     moved = next((error for error in errors.values() if isinstance(error, CodecError | LogitsError)), None)
     forecast = FormForecast(
-        form=asks["form"],
+        form=choice["form"],
         codec=" and ".join(form.codec for form in stored.forms) if attention is None else attention.codec,
-        asks=asks,
+        options=choice,
         bytes_per_sample=mean,
         bytes_per_token=mean / float(counted.mean()),
         total_bytes=mean * count,
@@ -222,12 +222,12 @@ def _measure_way(
         if moved is None
         else CodecError(moved.kl_mean, moved.kl_max, moved.tv_mean, moved.rows),
     )
-    beside = tuple(
+    targets = tuple(
         TargetForecast(form.SUBJECT, form.codec, count * bytes_of[form.SUBJECT], errors[form.SUBJECT])
         for form in stored.forms
         if not isinstance(form, Attention)
     )
-    return _Way(forecast, beside, "" if attention is None else attention.support, lengths)
+    return _Way(forecast, targets, "" if attention is None else attention.support, lengths)
 
 
 def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> Iterator[int]:

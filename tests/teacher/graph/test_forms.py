@@ -322,7 +322,7 @@ def test_attention_inside_control_flow_is_refused(merged: bool) -> None:
     if not merged:
         model.graph.node[0].input[0] = "first"
         model.graph.node.insert(0, helper.make_node("Not", ["cached"], ["first"]))
-    words = ["merged decoder", "'cached'", "take the file with one body beside it (decoder_model.onnx"]
+    words = ["merged decoder", "'cached'", "take the file with one body next to it (decoder_model.onnx"]
     sites = find_sites(model)
     assert [site.supported for site in sites] == [False, False]
     for site in sites:

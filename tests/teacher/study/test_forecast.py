@@ -50,7 +50,7 @@ def test_every_form_and_codec_is_forecast_as_it_is_written(teacher: Path, tmp_pa
         *(("factored", codec) for codec in FACTORED_CODECS),
     ]
     for way in forecast.ways:
-        options = replace(OPTIONS, **way.asks)
+        options = replace(OPTIONS, **way.options)
         assert (options.form, options.stored_codec) == (way.form, way.codec)
         summary = precompute(teacher, inputs, tmp_path / way.title, options, RunOptions(samples_per_shard=20))
         stored = stored_sizes(tmp_path / way.title)
@@ -81,15 +81,17 @@ def test_logits_and_hidden_states_count_in_every_form(tmp_path: Path) -> None:
     onnx.save(language_model(), tmp_path / "teacher.onnx")
     options = replace(OPTIONS, logits="topk", logits_top=4, hidden=(0, 1), hidden_codec="int8")
     forecast = forecast_cache(tmp_path / "teacher.onnx", make_tokens(), options)
-    assert [(each.subject, each.codec) for each in forecast.beside] == [("logits", "topk"), ("hidden", "int8")]
+    assert [(each.subject, each.codec) for each in forecast.targets] == [("logits", "topk"), ("hidden", "int8")]
     alone = forecast_cache(tmp_path / "teacher.onnx", make_tokens(), OPTIONS)
-    beside = sum(each.total_bytes for each in forecast.beside)
+    targets = sum(each.total_bytes for each in forecast.targets)
     for way, other in zip(forecast.ways, alone.ways, strict=True):
-        assert way.total_bytes == pytest.approx(other.total_bytes + beside)
+        assert way.total_bytes == pytest.approx(other.total_bytes + targets)
     way = forecast.taken
-    summary = precompute(tmp_path / "teacher.onnx", make_tokens(), tmp_path / "cache", replace(options, **way.asks))
+    summary = precompute(
+        tmp_path / "teacher.onnx", make_tokens(), tmp_path / "cache", replace(options, **way.options)
+    )
     assert way.total_bytes == pytest.approx(sum(stored_sizes(tmp_path / "cache")))
-    for each in forecast.beside:
+    for each in forecast.targets:
         measured = summary.errors[each.subject]
         for name in ("gradient_mean", "relative_mean"):
             if hasattr(measured, name):
