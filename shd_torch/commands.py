@@ -148,7 +148,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
         norm = f"{beta.middle:.1g} has a gradient norm of {beta.first:.1%} of all else's at the first step"
         later = f"{beta.later:.0%} after {beta.steps} steps without it"
         lines.append(
-            f"beta: {beta.low:.1g} to {beta.high:.1g} beside {diagnosis.objective.recipe}; {norm}, and {later}"
+            f"beta: {beta.low:.1g} to {beta.high:.1g} with {diagnosis.objective.recipe}; {norm}, and {later}"
         )
     if (probe := diagnosis.probe) is not None:
         means = f"{np.mean(probe.without):.4g} without, {np.mean(probe.with_shd):.4g} with SHD"
@@ -193,7 +193,7 @@ def time_models(
     data: Path | None = None,
     max_length: Annotated[int | None, FROM_1, Needs("data")] = None,
 ) -> Document:
-    """Time models in onnxruntime on the CPU, as a loop of your own would see it.
+    """Time models in onnxruntime on the CPU, as your own loop would see it.
 
     shd-torch time student.onnx student.int8.onnx --beside teacher --batch 1,32 --length 16,64 --threads 1,2
 
@@ -487,7 +487,7 @@ def _print_front(document: dict[str, Any]) -> None:
 
 def make_program() -> Program:
     program = Program("shd-torch", _TEXT)
-    resumes = "the same command resumes: finished {} are kept beside --out, in .NAME.part"
+    resumes = "the same command resumes: finished {} are kept next to --out, in .NAME.part"
     program.add(compress, after=resumes.format("stages"))
     program.add(export)
     program.add(doctor)

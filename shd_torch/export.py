@@ -37,7 +37,7 @@ _STATES = "last_hidden_state"  # by which precompute finds them
 _REMEDY = (
     "take a model whose attention is plain in its graph (no windows or chunks that depend on sizes, no state space), "
     "name fewer axes as dynamic, teach with the model itself where it can be captured (shd_torch.OnlineTeacher), or "
-    "write the graph by a torch.onnx.export of your own"
+    "write the graph by your own torch.onnx.export"
 )
 
 
@@ -264,7 +264,7 @@ def example_inputs(model: nn.Module, names: Collection[str] | None = None) -> di
         height, width = size if isinstance(size, list | tuple) else (size, size)
         return {"pixel_values": torch.zeros(2, getattr(config, "num_channels", 3), height, width)} | second
     got = f"{type(model).__name__} with main input {main_input!r}"
-    remedy = "call shd_torch.export_teacher with example inputs of your own"
+    remedy = "call shd_torch.export_teacher with your own example inputs"
     raise ShdError("export-failed", f"model must be a Hugging Face text or image model; got {got}: {remedy}")
 
 

@@ -46,8 +46,8 @@ class AttentionCall:
         query: ``(B, H, L, d_k)`` as the model multiplies them (rotated, normalised).
         key: ``(B, H_kv, S, d_k)``, rotated and normalised too; query head h reads key head ``h // (H / H_kv)``.
         rule: how the two become logits, and who may attend; its mask has four axes.
-        value: ``(B, H_kv, S, d_v)``, where values were asked for.
-        output: what the call returned, ``(B, H, L, d_v)`` or ``(B, L, H, d_v)``, where values were asked for.
+        value: ``(B, H_kv, S, d_v)``, where values are captured.
+        output: what the call returned, ``(B, H, L, d_v)`` or ``(B, L, H, d_v)``, where values are captured.
         module: the attention module, where it is known.
     """
 
@@ -173,7 +173,7 @@ class Captured:
     """The attention of a student's last forward pass, as ``capture_attention`` recorded it."""
 
     def __init__(self, layers: tuple[int, ...] | None, kinds: Kinds = ()) -> None:
-        self._layers = layers  # the calls to keep, in the order they were asked for; None keeps all
+        self._layers = layers  # the calls to keep, in this order; None keeps all
         self._kinds = kinds  # by which they are numbered, where there are several
         self._recorded: dict[int, AttentionCall] = {}
         self.num_calls = 0

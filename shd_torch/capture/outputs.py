@@ -39,7 +39,7 @@ def read_every_hidden_state(output: Any, name: str) -> tuple[Tensor, ...]:
     states = read_output(output, "decoder_hidden_states") if states is None else states
     has_states = isinstance(states, Sequence) and all(isinstance(state, Tensor) for state in states)
     rule = "return hidden_states, a tensor per layer, when called with output_hidden_states=True"
-    got, advice = f"{type(output).__name__} without them", "call shd_torch.hidden_loss in a loop of your own"
+    got, advice = f"{type(output).__name__} without them", "call shd_torch.hidden_loss in your own loop"
     need(has_states, "capture-failed", name, rule, got, remedy=advice)
     last = read_output(output, "last_hidden_state")  # some vision models list the state before their final norm
     is_same = isinstance(last, Tensor) and last.shape == states[-1].shape

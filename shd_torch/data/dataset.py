@@ -25,7 +25,7 @@ ModelInputs: TypeAlias = Mapping[str, Tensor | NDArray[Any]]
 
 
 class Pair(tuple[Any, SampleRecord]):
-    """A sample with its record: a type of its own, so that PyTorch's default collation says what to use instead."""
+    """A sample with its record: its own type, so that PyTorch's default collation says what to use instead."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """The losses on logits, a chunk of rows at a time, and on hidden states.
 
 First every check of the arguments, and what one chunk of rows gives; then the losses. No wide copy of all logits is
-made: ``kd_loss`` computes its gradient when it is asked for, ``linear_kd_loss`` in one pass with its value, and keeps
+made: ``kd_loss`` computes its gradient in the backward pass, ``linear_kd_loss`` in one pass with its value, and keeps
 gradients of its arguments alone.
 """
 

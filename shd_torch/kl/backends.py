@@ -32,7 +32,7 @@ TRITON_LENGTHS: dict[tuple[int, int], int] = {
     tuple(device["capability"]): device["triton_from"] for device in _MEASURED if device["triton_from"] is not None
 }
 """Keys from which on the kernels pay, for each compute capability on which ``benchmarks/gpu_pass.py`` showed that
-they do, and wrote so into ``measured.json``; elsewhere they run where they are asked for."""
+they do, and wrote so into ``measured.json``; elsewhere they run by name alone."""
 
 TRITON_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 """Of the student's queries: float32 costs the kernels three products, and fused attention has its precision."""

@@ -96,7 +96,7 @@ class KlRequest:
     weights: Tensor  # (B, H_s, L), beta over the number of counted rows (and of maps); 0 where a row does not count
     mass: Tensor  # (B, H_s, L), what the supervision's rows sum to
     support: str  # "error", or "intersect"
-    wants_value: bool  # whether the divergence itself is asked for
+    wants_value: bool  # whether the divergence itself is wanted
     wants_gradient: bool  # whether the gradients of queries and keys are; at least one of the two is
     wants_bias_gradient: bool  # whether the gradient of an added mask is
     product_dtype: torch.dtype | None  # of fused attention calls; None leaves it to the backend
@@ -211,7 +211,7 @@ def make_request(
 def _place(
     supervision: Supervision, queries: Tensor, options: KlOptions, layer: int
 ) -> tuple[Supervision, Tensor | None]:
-    """Supervision and loss mask on the student's device, looked at if asked for, without rows that do not count."""
+    """Supervision and loss mask on the student's device, checked if ``check``, without rows that do not count."""
     device, loss_mask = queries.device, options.loss_mask
     supervision = supervision if supervision.device == device else supervision.to(device)
     if loss_mask is not None:

@@ -69,7 +69,7 @@ def run(request: KlRequest) -> KlResult:
 def _usual_key(request: KlRequest, keys: Tensor, dtype: torch.dtype) -> Tensor:
     """The shift of the values ``(B, H_s, 1, d)``: the mean key; for half precision the key that rows see.
 
-    Where rows look at one key with most of their weight, what the products round is then what they see besides it.
+    Where rows look at one key with most of their weight, the products then round only the rest.
     """
     mean = keys.mean(2, keepdim=True)
     if dtype.itemsize > 2:

@@ -35,7 +35,7 @@ class Adapter:
         return getattr(maps, operation)(**arguments)
 
     def _as_tensors(self, value: Any, dtype: str) -> Any:
-        """Arrays as tensors, also in a list of layers or rounds; floats in the dtype asked for."""
+        """Arrays as tensors, also in a list of layers or rounds; floats in the judge's dtype."""
         if isinstance(value, list | tuple):
             return [self._as_tensors(item, dtype) for item in value]
         if isinstance(value, Mapping):

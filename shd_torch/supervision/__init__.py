@@ -1,4 +1,4 @@
-"""What a student is taught with: dense maps, codes of a cache, or the teacher's queries and keys.
+"""The supervision of a student: dense maps, codes of a cache, or the teacher's queries and keys.
 
 ``mask.py`` decides who may attend, and how queries and keys become logits. ``supervision.py`` is the interface of
 maps, and of all that teaches a batch; bytes become maps a tile at a time in ``coded.py``, and ``factored.py``

@@ -1,6 +1,6 @@
-"""What a student is taught with: merged maps A~ behind one small interface, and ``Dense``, which holds them.
+"""The supervision of a student: merged maps A~ behind one small interface, and ``Dense``, which holds them.
 
-At its end all that teaches a batch: which layers, and targets beside maps.
+At its end the supervision of a batch: its layers, and its targets besides maps.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class KdTerm(Term):
         if logits is None or logits.ndim > 3:
             got = "none" if logits is None else str(tuple(logits.shape))
             rule = f"kd must have a student that returns logits (B, L, V) or (B, V); got {got}"
-            advice = "one that fuses its head with its loss is trained by linear_kd_loss in a loop of your own"
+            advice = "one that fuses its head with its loss is trained by linear_kd_loss in your own loop"
             raise ShdError("argument-value", f"{rule}: {advice}")
         has_rows = logits.ndim == 3
         length = logits.shape[1] if has_rows else None

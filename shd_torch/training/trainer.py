@@ -81,7 +81,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             can avoid them with ``linear_kd_loss``.
         hidden: the term on hidden states, or None. The student is called with ``output_hidden_states=True``.
         embeddings: the term on embeddings of texts, or None; from a cache alone.
-        terms: further ones of your own (``shd_torch.training.Term``).
+        terms: your own further ones (``shd_torch.training.Term``).
         teacher: live teachers (callables that return the same as ``OnlineTeacher``), which see every batch without
             its labels; or None if ``train_dataset`` is a ``SupervisedDataset`` or ``SupervisedStream`` with a cache.
             Several are averaged, each term over the teachers that provide its targets.
@@ -348,7 +348,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
             losses = [base]
         elif self.state.global_step == 0:
             ends = all(term.is_over(1.0) for term in self.terms)
-            rule = f"go on to the end of training, as a {type(self._student).__name__} has no other loss"
+            rule = f"last to the end of training, as a {type(self._student).__name__} has no other loss"
             need(not ends, "argument-value", "beta", rule, "terms that all end before")
         for term in terms:
             weighed = weigh(term.measure(forward), term.NAME, term.WEIGHT_NAME, read_weight(term.weight)(progress))
@@ -400,7 +400,7 @@ class SHDTrainer(Trainer):  # type: ignore[misc,unused-ignore]  # transformers i
         is_taught = bool(self.teachers) or isinstance(dataset, CacheJoin)
         measures = self._takes_labels or is_taught or self.compute_metrics is not None
         rule = "be a SupervisedDataset, or teacher an OnlineTeacher"
-        rule += f", as a {type(self._student).__name__} has no loss of its own"
+        rule += f", as a {type(self._student).__name__} returns no loss"
         need(measures, "argument-value", "eval_dataset", rule, "neither, nor compute_metrics")
 
     def _check_decoder(self, inputs: Mapping[str, Any]) -> None:

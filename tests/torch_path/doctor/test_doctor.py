@@ -184,7 +184,7 @@ def test_what_a_user_sees(pair: Path, short: None) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("probably not, because they differ in LayerScale (teacher yes")
-    assert "beside image_kd" in result.stdout
+    assert "with image_kd" in result.stdout
 
 
 def test_a_teacher_that_cannot_teach_live(pair: Path, tmp_path: Path) -> None:

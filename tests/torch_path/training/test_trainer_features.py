@@ -243,7 +243,7 @@ def test_terms_alone_are_a_loss(tmp_path: Path, collate: Any) -> None:
 def test_what_a_student_without_a_head_cannot_do(trainer_cache: Path, tmp_path: Path) -> None:
     joined, plain = SupervisedDataset(make_samples(), trainer_cache), make_samples()
     arguments: dict[str, Any] = {"train": joined, "beta": 0.3, "eval_dataset": plain, "collate": without_labels}
-    message = "eval_dataset must be a SupervisedDataset, or teacher an OnlineTeacher, as a LlamaModel has no loss"
+    message = "eval_dataset must be a SupervisedDataset, or teacher an OnlineTeacher, as a LlamaModel returns no loss"
     with pytest.raises(ShdError, match=message):
         make_trainer(tmp_path, model=headless(2, 2), arguments={"eval_strategy": "steps"}, **arguments)
     trainer = make_trainer(tmp_path, model=headless(2, 2), **arguments)
@@ -253,5 +253,5 @@ def test_what_a_student_without_a_head_cannot_do(trainer_cache: Path, tmp_path: 
     assert "eval_loss" not in trainer.evaluate()
     arguments["beta"] = BetaSchedule(0.3, until=0.5)
     trainer = make_trainer(tmp_path, model=headless(2, 2), **arguments)
-    with pytest.raises(ShdError, match="beta must go on to the end of training, as a LlamaModel has no other loss"):
+    with pytest.raises(ShdError, match="beta must last to the end of training, as a LlamaModel has no other loss"):
         trainer.train()
