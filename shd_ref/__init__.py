@@ -7,10 +7,9 @@ implementation must compute; ``shd_ref.teacher`` and ``shd_ref.cache`` are tools
 
 from shd_ref.attention import soften, softmax, value_outputs
 from shd_ref.errors import ERROR_CODES, ShdError
-from shd_ref.gradients import shd_loss_gradient, shd_loss_gradient_qk
 from shd_ref.indexer import indexer_loss, indexer_loss_gradient, indexer_target
 from shd_ref.layers import layer_map
-from shd_ref.loss import shd_loss
+from shd_ref.loss import shd_loss, shd_loss_gradient, shd_loss_gradient_qk
 from shd_ref.merging.alpha import solve_alpha
 from shd_ref.merging.gram import gram_tensor, merge_gram, solve_alpha_from_gram
 from shd_ref.merging.matching import matched_plan
