@@ -18,8 +18,7 @@ from torch.utils.data import Dataset
 from shd_ref.cache import Manifest, Maps, SampleRecord
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import Captured
-from shd_torch.data.dataset import SupervisedDataset, pack_batch
-from shd_torch.data.stream import SupervisedStream
+from shd_torch.data.dataset import SupervisedDataset, SupervisedStream, pack_batch
 from shd_torch.recipes.terms import IGNORED
 from shd_torch.supervision.cached import CachedSupervision
 from shd_torch.supervision.supervision import Taught, TaughtLayers

@@ -20,8 +20,7 @@ from shd_ref.cache.storage.storage import write_errors
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import capture_attention
 from shd_torch.capture.outputs import read_output
-from shd_torch.data.dataset import CacheJoin, SupervisedDataset
-from shd_torch.data.stream import SupervisedStream
+from shd_torch.data.dataset import CacheJoin, SupervisedDataset, SupervisedStream
 from shd_torch.live.online import OnlineSupervision, OnlineTeacher
 from shd_torch.supervision.supervision import Taught, unite_layers
 from shd_torch.training.batch import Counter, Forward, MicroBatch, SupervisedCollator, count_samples, leave_samples
