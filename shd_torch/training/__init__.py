@@ -6,8 +6,7 @@ loss) measures its losses on this pass; weighed by its schedule, their shares of
 """
 
 from shd_torch.training.batch import batch_share
-from shd_torch.training.embeddings import EmbeddingLoss
 from shd_torch.training.recipe import Recipe
-from shd_torch.training.terms import BetaSchedule, EmbeddingTerm, HiddenTerm, KdTerm, Term
+from shd_torch.training.terms import BetaSchedule, EmbeddingLoss, EmbeddingTerm, HiddenTerm, KdTerm, Term
 
 __all__ = ["BetaSchedule", "EmbeddingLoss", "EmbeddingTerm", "HiddenTerm", "KdTerm", "Recipe", "Term", "batch_share"]

@@ -24,7 +24,7 @@ from shd_torch.supervision.cached import CachedSupervision
 from shd_torch.supervision.supervision import Taught, TaughtLayers
 
 if TYPE_CHECKING:
-    from shd_torch.training.embeddings import SeenEmbeddings
+    from shd_torch.training.terms import SeenEmbeddings
 
 _T = TypeVar("_T")
 

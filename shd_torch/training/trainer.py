@@ -24,7 +24,6 @@ from shd_torch.data.dataset import CacheJoin, SupervisedDataset, SupervisedStrea
 from shd_torch.live.online import OnlineSupervision, OnlineTeacher
 from shd_torch.supervision.supervision import Taught, unite_layers
 from shd_torch.training.batch import Counter, Forward, MicroBatch, SupervisedCollator, count_samples, leave_samples
-from shd_torch.training.embeddings import SeenEmbeddings
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.terms import (
     AttentionTerm,
@@ -34,6 +33,7 @@ from shd_torch.training.terms import (
     KdTerm,
     Measured,
     Projectors,
+    SeenEmbeddings,
     Term,
     Weight,
     no_logits,
