@@ -18,7 +18,7 @@ WAYS += ("terms-accumulated",)  # on logits and, through projectors, on hidden s
 
 
 def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
-    """Three steps, the same for any number of ranks; 4 + 3 samples an epoch where it is uneven."""
+    """Two steps, the same for any number of ranks; 4 + 3 samples where it is uneven."""
     samples = make_samples()
     if way == "uneven":
         samples = samples[:7]
@@ -37,8 +37,8 @@ def make_way(way: str, cache: Path, out: Path, *, ranks: int) -> SHDTrainer:
         train, options["teacher"] = samples, OnlineTeacher(wide, 2, 2, hidden_layers=[1])
         options |= {"kd": KdTerm(rows="next_labels"), "hidden": HiddenTerm([(1, 1)])}
     arguments = {
-        "max_steps": 3,
-        "logging_steps": 3,
+        "max_steps": 2,
+        "logging_steps": 2,
         "per_device_train_batch_size": BATCH // (ranks * micro),
         "gradient_accumulation_steps": micro,
         "accelerator_config": {"even_batches": False},

@@ -22,6 +22,9 @@ from shd_ref.teacher.graph.targets import LOGITS, hidden_role
 from shd_torch import export_teacher
 from shd_torch.export import load_hf_model
 
+COPIES = ("roberta", "electra", "deit")
+"""With the attention of BERT or ViT."""
+
 OFTEN = ("t5",)
 """By the newer exporter, which takes five times as long, in every run.
 
@@ -33,11 +36,11 @@ It has its spellings, with GPT-2 in ``test_export.py``, Llama, whose graph is sq
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_newer"),
-    [(name, name in OFTEN) for name in ARCHITECTURES]
+    [pytest.param(name, name in OFTEN, marks=[pytest.mark.nightly] * (name in COPIES)) for name in ARCHITECTURES]
     + [
         pytest.param(name, True, marks=pytest.mark.nightly)
         for name in ARCHITECTURES
-        if name not in (*OFTEN, "roberta", "electra", "distilbert", "mistral", "deit")
+        if name not in (*OFTEN, *COPIES, "distilbert", "mistral")
     ],
 )
 def test_exported_found_and_squeezed(name: str, is_newer: bool, tmp_path: Path) -> None:
