@@ -1,4 +1,4 @@
-"""What a cache holds, finished or not, and whether every byte of it is right (CACHE-90)."""
+"""The contents of a cache, finished or not, and whether every byte of it is right (CACHE-90)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from shd_ref.errors import ShdError
 
 @dataclass(frozen=True)
 class CacheListing:
-    """What a cache holds, by its manifest and receipts; its maps are not read."""
+    """The contents of a cache by its manifest and receipts; its maps are not read."""
 
     folder: Path | str
     manifest: Manifest
@@ -164,7 +164,7 @@ class Problem:
 
 @dataclass
 class VerifyReport:
-    """What a verification found. ``ok`` means a complete cache without a single problem."""
+    """The problems that a verification found. ``ok`` means a complete cache without a single problem."""
 
     sealed: bool = False
     shards: int = 0

@@ -60,7 +60,7 @@ class Teacher:
     name: str  # for people
     provider: str  # of onnxruntime, such as CPUExecutionProvider
     dtype: str  # of its attention, such as float32
-    session: str = optional("")  # what else decides how it rounds, where it is quantised (CACHE-27)
+    session: str = optional("")  # other settings that decide how it rounds, where it is quantised (CACHE-27)
 
     def __post_init__(self) -> None:
         _require(bool(SHA256.fullmatch(self.sha256)), "teacher.sha256 must be 64 hex digits", self.sha256)
@@ -138,8 +138,8 @@ class _Members:
 
     spec_version: str  # of the specification
     created_by: str  # name and version of the package
-    teacher: Teacher  # what was run
-    inputs: SampleInputs  # what a sample key is made of
+    teacher: Teacher  # the model that was run
+    inputs: SampleInputs  # inputs that sample keys are made of
     dataset: Dataset  # which samples
     shards: ShardPlan  # assignment of samples to shards
     on_error: str = optional("stop")  # or "skip": receipts may name samples that the teacher failed on
@@ -274,7 +274,7 @@ class Blob(NamedTuple):
 
 
 class Errors(dict[str, RowError]):
-    """What coding cost, measured by the writer on its own rows, by ``SUBJECT`` of the manifest's forms."""
+    """Errors of coding, measured by the writer on its own rows, by ``SUBJECT`` of the manifest's forms."""
 
     @classmethod
     def from_members(cls, members: Any) -> Errors:
@@ -291,7 +291,7 @@ class Errors(dict[str, RowError]):
         return cls({name: merge_errors(type(errors[0]), errors) for name, errors in measured.items() if errors})
 
     def problems(self, manifest: Manifest) -> Iterator[str]:
-        """What no measurement gives, and members that are not those of the manifest's forms."""
+        """Values that no measurement gives, and members that are not those of the manifest's forms."""
         subjects = {form.SUBJECT for form in manifest.forms}
         if self.keys() != subjects:
             yield f"errors must have the members {sorted(subjects)}, as the manifest's forms; got {sorted(self)}"

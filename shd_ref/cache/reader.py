@@ -32,7 +32,7 @@ from shd_ref.cache.storage.storage import (
 from shd_ref.errors import ShdError
 
 Choice: TypeAlias = Iterable[int] | bool | None
-"""What to read of a form: some of its layers, all of it (None and True), or nothing."""
+"""The part of a form to read: some of its layers, all of it (None and True), or nothing."""
 
 Spans: TypeAlias = list[tuple[int, int, int]]
 """Start, end and XXH3-64 of each part of a record."""
@@ -59,7 +59,7 @@ class CacheReader:
 
     Attributes:
         folder: its absolute path, or its address.
-        manifest: what the cache holds.
+        manifest: of the cache.
         sealed: whether it is complete.
         errors: merged over all receipts and the rows they measured.
         skipped: key -> reason, for samples without a record because the teacher failed on them.
@@ -114,7 +114,7 @@ class CacheReader:
         Args:
             key: ``sample_key`` of its inputs. Of equal samples the one with the lowest index is read.
             layers: student layers whose attention to read; all by default.
-            **choices: what to read of the other forms, by default all that the cache has: ``logits`` True or False,
+            **choices: the parts of other forms to read, by default all that the cache has: ``logits`` True or False,
                 ``hidden`` the teacher layers, ``embeddings`` and ``exact`` True or False.
 
         Raises:

@@ -58,7 +58,7 @@ class CacheWriter:
 
     Args:
         folder: the cache, a path or an address such as ``s3://bucket/cache``; created if absent.
-        manifest: what the cache will hold.
+        manifest: of the new cache.
 
     Raises:
         ShdError: ``cache-exists`` (the folder holds something else), ``cache-mismatch`` (a cache with another
@@ -224,7 +224,7 @@ class CacheWriter:
 
 @dataclass(frozen=True)
 class MergeSummary:
-    """What ``merge_caches`` did."""
+    """The result of ``merge_caches``."""
 
     folder: Path | str  # the merged cache
     copied: int  # shards copied by this call

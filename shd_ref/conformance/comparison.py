@@ -81,7 +81,7 @@ def _leaves(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 
 
 def _pick(value: Any, keys: Sequence[Any]) -> Any:
-    """What lies there in an answer; None where nothing does."""
+    """The value there in an answer; None where there is none."""
     for key in keys:
         items = value if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim) else ()
         if key == "length":
@@ -167,7 +167,7 @@ def _dtypes(name: str, dtype: str, inputs: Inputs) -> set[str]:
 
 
 def _reach(name: str, inputs: Inputs) -> float:
-    """What a rounding is multiplied by, where that is more than one: of a probability, or of one of many terms."""
+    """The factor of a rounding, where that is more than one: of a probability, or of one of many terms."""
     if name == "loss" and "teacher_scale" in inputs and inputs.get("reduction", "sum") == "sum":
         terms = inputs["queries"][:, 0, :, 0].size * int(inputs.get("groups", 1))
         return max(1.0, 0.1 * float(terms))

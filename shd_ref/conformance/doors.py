@@ -43,7 +43,7 @@ _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 
 @dataclass(frozen=True)
 class Reply:
-    """What an implementation did with a call.
+    """The reply of an implementation to a call.
 
     ``kind`` is ``"value"`` with ``outputs`` by name; ``"refused"`` with a code of ERR-2; ``"missing"`` with the
     option as ``code``, if it was said; or ``"broken"``, with the sentence that was broken as ``code``, if it is just
@@ -138,7 +138,7 @@ class Direct:
 
 
 def _read_error(error: BaseException, inputs: Mapping[str, Any], adapter: bool) -> Reply:
-    """What an exception says: a refusal is an ``Exception`` with a code of chapter ERR, and nothing else is."""
+    """An exception as a reply: a refusal is an ``Exception`` with a code of chapter ERR, and nothing else is."""
     message = str(error)
     code = getattr(error, "code", None) if isinstance(error, Exception) else None
     unexpected = _UNEXPECTED.search(message) if isinstance(error, TypeError) else None
@@ -158,7 +158,7 @@ def _read_error(error: BaseException, inputs: Mapping[str, Any], adapter: bool) 
 
 
 def _image(value: Any) -> Any:
-    """What a value holds, to see later whether it still does."""
+    """The contents of a value, to see later whether they changed."""
     if isinstance(value, np.ndarray):
         return value.tobytes()
     items = list(enumerate(value)) if isinstance(value, list | tuple) else list(fields_of(value).items())

@@ -477,7 +477,7 @@ def _gram(d: Draw) -> Array:
     """The gram tensor of a pool."""
     batch, heads, width, kind, rng = d.B, max(2, d.H), d.pick((1, 2, 3)), d.level("gram"), d.rng
     low = 0 if d.kind == "unsigned" else -3
-    if kind == "below":  # what rounding leaves of a norm, on a larger scale
+    if kind == "below":  # as rounding leaves of a norm, on a larger scale
         half = rng.integers(low, 3, size=(batch, *(heads,) * 4))
         return d.store(half + half.transpose(0, 3, 4, 1, 2), whole=True)
     maps: Array = rng.random((batch, heads, d.pick((1, 2, 3)), d.pick((2, 3, 4))))

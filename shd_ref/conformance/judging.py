@@ -24,7 +24,7 @@ _FEWEST = {"core": 24, "options": 220}  # sessions of an operation, by part
 
 
 def parts_of(only: str | Iterable[str] | None = None, profile: str = "full") -> dict[str, list[str]]:
-    """What is judged of each operation, ``core``, ``options`` or both; ``only`` and ``profile`` as of ``judge``."""
+    """The judged parts of each operation, ``core``, ``options`` or both; ``only`` and ``profile`` as of ``judge``."""
     patterns = [only] if isinstance(only, str) else ["*"] if only is None else list(only)
     chosen: dict[str, list[str]] = {}
     for operation, part in product(
@@ -52,7 +52,7 @@ def judge(
 
     Args:
         implementation: a module or object with the operations' functions, an ``Adapter``, or a ``Program``.
-        dtype: what the implementation computes in.
+        dtype: of the implementation's arithmetic.
         only: operations, ids such as ``"softmax/core"``, or globs; all without it.
         seed: of everything that is drawn.
         profile: ``"full"``, or ``"core"`` for seven operations with masks and no other option.

@@ -1,4 +1,4 @@
-"""The report: what was judged, what failed and what is lacking, for people and as JSON."""
+"""The report: judged operations, failures and missing options, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Finding:
     call: Call
     wrong: Difference
     order: tuple[int, ...]  # the smallest says most: recognised mistakes, then values, then state, then refusals
-    title: str  # what was changed in the call, or done around it
+    title: str  # the change in the call, or around it
     looks_like: tuple[str, ...] = ()
     spec: str = ""  # the sentence that was broken, if it is just one
     narrow: bool = False  # whether the answer is right for a narrower dtype
@@ -33,7 +33,7 @@ class Finding:
         return f"{self.call.operation}({abbreviate(self.call.inputs)})"
 
     def describe(self, dtype: str, seed: int, only: str) -> str:
-        """The failure in lines: what was asked, what came, and what it looks like."""
+        """The failure in lines: the call, the answer, and a mistake that gives the same."""
         rows = {
             "problem": self.wrong.problem + (f" ({self.spec})" if self.spec else ""),
             "looks like": "; ".join(f"this equals what you get if {sentence}" for sentence in self.looks_like),
@@ -74,7 +74,7 @@ class OperationResult:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of one implementation at one dtype, by ``profile`` (``core`` or ``full``) and ``seed``."""
+    """The results of one implementation at one dtype, by ``profile`` (``core`` or ``full``) and ``seed``."""
 
     name: str
     dtype: str
@@ -110,7 +110,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """What was judged and how, in one line; "conforms" alone where nothing is missing."""
+        """The verdict in one line; "conforms" alone where nothing is missing."""
         judged, core_only = self.judged, self.profile == "core"
         absent = [result.operation for result in self.results if result.status == "missing"]
         if not judged and self.dtype not in self.dtypes:

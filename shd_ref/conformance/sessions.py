@@ -40,7 +40,7 @@ _TRIED = {
     "relu": (1, 0, 0.5),
 }
 _SEVERAL = 32  # heads of all samples
-_OF_VALUES = {"support-mismatch", "not-a-distribution"}  # what other numbers may break
+_OF_VALUES = {"support-mismatch", "not-a-distribution"}  # refusals that depend on numbers
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Call:
 
     @property
     def patterns(self) -> list[str]:
-        """What the message of the refusal must hold, as patterns: positions, of any mass of LOSS-6."""
+        """Patterns that the message of the refusal must match: positions, of any mass of LOSS-6."""
         if self.answer[1] == "support-mismatch":
             return [f"{place} [0-9]+" for place in ("layer", "sample", "head", "row", "key")]
         return [" ".join(place) for place in _PLACES.findall(self.answer[2]) if place[0] in self.places]

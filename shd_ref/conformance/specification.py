@@ -1,4 +1,4 @@
-"""What the judge reads of the specification, all before an implementation starts: nothing it writes matters."""
+"""Files of the specification that the judge reads, all before an implementation starts: nothing it writes matters."""
 
 from __future__ import annotations
 

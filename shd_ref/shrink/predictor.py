@@ -49,7 +49,7 @@ class Split:
 
     attention: int  # attention blocks that are kept
     activation: int  # activations that are kept
-    quality: float  # what the polynomial predicts there
+    quality: float  # predicted by the polynomial
 
 
 def fit_predictor(points: ArrayLike, degree: int) -> Predictor:

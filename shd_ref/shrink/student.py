@@ -1,4 +1,4 @@
-"""What ``shrink.json`` says to those that teach the student: heads, layers and plans."""
+"""Heads, layers and plans of a student in ``shrink.json``, for its training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _UntaughtError(Exception):
 
 
 def read_student(source: str | os.PathLike[str] | Mapping[str, Any]) -> ShrunkStudent:
-    """What a student was made as, from the folder of ``shd-torch shrink``, its ``shrink.json`` or the report."""
+    """Sizes and plans of a student, from the folder of ``shd-torch shrink``, its ``shrink.json`` or the report."""
     report, name = (source, "the report") if isinstance(source, Mapping) else _read(Path(source))
     try:
         if report["format"] != FORMAT:

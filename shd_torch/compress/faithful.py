@@ -71,7 +71,7 @@ def _distances(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _encode(folder: Path, texts: list[tuple[str, ...]], max_length: int | None, size: int) -> Tensor:
-    """What ``SentenceTransformer.encode`` gives."""
+    """Embeddings by ``SentenceTransformer.encode``."""
     from sentence_transformers import SentenceTransformer
 
     precision = {"dtype": "float32"}  # as the teacher runs
@@ -83,7 +83,7 @@ def _encode(folder: Path, texts: list[tuple[str, ...]], max_length: int | None, 
 
 
 def _score(task: Task, folder: Path, texts: list[tuple[str, ...]], max_length: int | None, size: int) -> Tensor:
-    """What ``CrossEncoder.predict`` gives before its activation."""
+    """Scores by ``CrossEncoder.predict``, before its activation."""
     from sentence_transformers import CrossEncoder
 
     precision: Any = {"dtype": "float32"}

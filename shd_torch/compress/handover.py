@@ -1,4 +1,4 @@
-"""What a user gets: the student's folder, its graphs, a page, and the figures as JSON."""
+"""The files that a user gets: the student's folder, its graphs, a page, and the figures as JSON."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _speeds(student: Mapping[str, Any], graph: str) -> list[float]:
 
 
 def settings_of(document: Mapping[str, Any]) -> list[str]:
-    """What was timed, in the order of the figures."""
+    """Names of the timed settings, in the order of the figures."""
     options, has_length = document["options"], document["lengths"][2] > 1
     ends = [f", {length} tokens" for length in options["length"]] if has_length else [""]
     return [f"batch {batch}{end}" for batch in options["batch"] for end in ends]

@@ -117,7 +117,7 @@ class Labelled:
         return hashlib.blake2b(self.column.encode() + self.values.tobytes(), digest_size=16).hexdigest()
 
     def restore(self, summary: Tensor) -> Tensor:
-        """What ``batches`` of the rows gave, in the order of the rows."""
+        """A summary in the order of ``batches``, put in the order of the rows."""
         order = sorted(range(len(self.rows)), key=lambda row: length_of(self.rows[row]))
         return torch.empty_like(summary).index_copy(0, torch.tensor(order), summary)
 

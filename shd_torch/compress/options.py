@@ -1,4 +1,4 @@
-"""What is wanted of a student: the options of ``compress``, and the limits that follow from them."""
+"""Targets for a student: the options of ``compress``, and the limits that follow from them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Wish:
 
     Attributes:
         name: of its folder, where there are several.
-        text: what is asked for.
+        text: the target in words.
         limits: of each row of the costs: seconds at each setting, and bytes.
         speed: times faster than the teacher, where that is asked for.
     """

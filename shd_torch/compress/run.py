@@ -56,7 +56,7 @@ def compress(
         teacher: folder of a Hugging Face model, or of sentence-transformers.
         data: texts, pairs of texts or arrays without labels, in any file that ``shd precompute`` reads, or a .npy;
             of several files the page has the quality by file.
-        options: what is wanted.
+        options: the targets, and how to search.
         out: a new folder. Finished stages are kept next to it in ``.NAME.part``; a killed run resumes there.
         held_out: other data to judge on, with labels or without; default: a tenth of the data, at most 500 samples.
         progress: called with steps that are done, all steps, and what is done now.
@@ -137,7 +137,7 @@ def forecast(
     held_out: Path | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> list[str]:
-    """What ``compress`` would try, and about how long each stage takes on this machine, a line each."""
+    """Students that ``compress`` would try, and about how long each stage takes on this machine, a line each."""
     opened = teacher, data, held_out, options
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -70,8 +70,8 @@ class Samples:
     """Rows by their use; no row is in two of them, and no query of pairs."""
 
     train: list[Row]
-    choices: list[Row]  # what candidates are compared on
-    held_out: list[Row]  # what the figures of the page are measured on
+    choices: list[Row]  # for comparing candidates
+    held_out: list[Row]  # for the figures of the page
     digest: str  # of all of them, in order
     train_files: list[str] = field(default_factory=list)  # where the data are of several files: that of each row
     held_files: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Samples:
 
 
 def inputs_of(row: Mapping[str, NDArray[Any]]) -> Row:
-    """What the model takes of a row, or of a batch."""
+    """The model's inputs in a row, or in a batch."""
     return {name: array for name, array in row.items() if name != QUERY}
 
 

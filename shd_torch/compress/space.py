@@ -1,4 +1,4 @@
-"""What may be cut from a teacher: sizes of the parts of each layer, and the students that they make."""
+"""Parts that may be cut from a teacher: sizes of the parts of each layer, and the students that they make."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Design:
 
 
 def find_space(teacher: Sizes, family: Family, config: Any, fractions: tuple[float, ...] = FRACTIONS) -> Space:
-    """What a family lets be cut, to these fractions of its heads and neurons.
+    """The parts that a family lets be cut, to these fractions of its heads and neurons.
 
     Raises:
         ShdError: ``shrink-unsupported`` where nothing can be, and for a teacher whose own layers differ.

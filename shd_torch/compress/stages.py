@@ -91,7 +91,7 @@ def _searches() -> Iterator[Search]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is looked at, and about how many seconds each stage takes.
+    """The extent of the search, and about how many seconds each stage takes.
 
     Attributes:
         search: the widest that leaves the long training its share.
@@ -195,7 +195,7 @@ STATIC: Final = "static"
 
 
 class Run:
-    """What all stages read; each result is kept, as JSON, when it is finished."""
+    """State that all stages read; each finished result is stored as JSON."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class Run:
         return schedule
 
     def announce(self, stage: str, name: str = "", seconds: float | None = None) -> None:
-        """What a stage will take, and the rest of the command, before it starts.
+        """Say how long a stage, and the rest of the command, will take, before it starts.
 
         Nothing, if the result of that ``name`` is there; ``seconds`` in place of what was planned, if they are known.
         """
@@ -275,7 +275,7 @@ class Run:
         self._say(f"{stage}: about {in_minutes(expected)}; about {left} left in all")
 
     def find(self, name: str, make: Callable[[], Any], files: str = "") -> Any:
-        """What an earlier run found, or what is found now, with files that it makes in the run's folder."""
+        """The stored result of an earlier run, or that of ``make``, with files that it makes in the run's folder."""
         piece = self.keeper.get(name)
         if piece is None:
             self.keeper.put(name, {}, make(), files)

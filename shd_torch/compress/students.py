@@ -192,7 +192,7 @@ def _with_maps(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingCon
 
 
 def probe_shd(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
-    """What SHD adds to a short training: losses of pairs with the same order of samples, an interval over seeds."""
+    """The gain of SHD in a short training: losses of pairs with the same order of samples, an interval over seeds."""
     steps = run.search.steps[0]
     config = replace(config, rows=config.rows[: steps * BATCH], steps=steps)
     try:
@@ -282,7 +282,7 @@ _CHECKPOINTS: Final = 20
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What a student learns from, and how."""
+    """Data and settings of a training."""
 
     rows: Sequence[Row]  # of the training set
     cache: Path  # of the teacher's outputs for them

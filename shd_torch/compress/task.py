@@ -1,4 +1,4 @@
-"""What a model is for: the quality of a student of it, and what a student learns from."""
+"""Kinds of models: how the quality of a student is measured, and the terms that it is trained with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Quality:
 
     Attributes:
         value: of the task's measure; 1 is the teacher's.
-        loss: what rises while the model gets worse, in steps that can be added.
+        loss: higher for a worse model, in steps that can be added.
         details: other figures by name.
         labels: agreement with the labels of the samples, by name, where they have any.
     """
@@ -77,7 +77,7 @@ class Task(ABC):
 
     @abstractmethod
     def summarise(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """What is compared of a batch's output, with a first axis of samples or of rows."""
+        """The part of a batch's output that is compared, with a first axis of samples or of rows."""
 
     @abstractmethod
     def compare(self, teacher: Tensor, student: Tensor) -> Quality:
@@ -97,7 +97,7 @@ class Task(ABC):
         return self.HAS_STATES and self.LOGITS != "none"
 
     def targets(self, num_layers: int) -> PrecomputeOptions:
-        """What the cache holds of a teacher with so many layers, without attention."""
+        """Options of the cache of a teacher with so many layers, without attention."""
         hidden = (num_layers,) if self.HAS_STATES else ()
         return PrecomputeOptions(num_student_heads=0, form=NO_FORM, logits=self.LOGITS, hidden=hidden)
 
@@ -386,7 +386,7 @@ def read_measure(quality: Mapping[str, Any], name: str) -> float:
 
 
 def summarise(task: Task, forward: Forward, batches: Iterable[Mapping[str, NDArray[Any]]]) -> Tensor:
-    """What is compared of a model's outputs, of all batches; ``not-finite``."""
+    """Summaries of a model's outputs for all batches, joined; ``not-finite``."""
     summaries = []
     for batch in batches:
         output = torch.from_numpy(np.asarray(forward(batch)))

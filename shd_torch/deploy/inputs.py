@@ -59,7 +59,7 @@ def run_graph(session: Any, inputs: Mapping[str, NDArray[Any]], name: object) ->
 
 
 class GraphInputs:
-    """What a graph takes: the first axis, where it is dynamic, is the batch; other dynamic axes are the length."""
+    """The inputs of a graph: the first axis, where it is dynamic, is the batch; other dynamic axes are the length."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.session = session = open_graph(path)  # with one thread, for whoever runs the graph

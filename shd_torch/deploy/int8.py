@@ -26,7 +26,7 @@ _LOWEST_OPSET: Final = 11  # with DynamicQuantizeLinear
 
 @dataclass(frozen=True)
 class Int8Report:
-    """What ``quantize_graph`` wrote, and how far its first output is from the float graph's.
+    """The files of ``quantize_graph``, and how far its first output is from the float graph's.
 
     Attributes:
         path: the ONNX file.

@@ -129,7 +129,7 @@ def _is_vector(value: ir.Value, size: int) -> bool:
 
 
 def _kind(source: ir.Value) -> str:
-    """What has known bounds: a norm's output, and averages of values. Activation functions have rare outliers."""
+    """Norms' outputs and averages of values have known bounds; activation functions have rare outliers."""
     node = source.producer()
     while node is not None and node.op_type in _PASSING and node.inputs[0] is not None:
         node = node.inputs[0].producer()

@@ -178,7 +178,7 @@ def later_turns(turns: Turns) -> float:
 def _axis_sizes(
     argument: str, sizes: Sequence[int] | None, readers: Mapping[str, GraphInputs]
 ) -> Sequence[int | None]:
-    """Sizes of an axis: what is asked for, or else the default; None where a graph has no such axis."""
+    """Sizes of an axis: as given, or else the default; None where a graph has no such axis."""
     fixed = [name for name, reader in readers.items() if not getattr(reader, f"has_{argument}")]
     if fixed and sizes is not None:
         rule = f"{argument} must be left out: {fixed[0]} has no dynamic axis for it"

@@ -1,4 +1,4 @@
-"""A pair of models: what they are made of, what differs and what that does, a short training, and one answer."""
+"""A pair of models: their parts, differences and the effects of these, a short training, and one answer."""
 
 from __future__ import annotations
 
@@ -162,9 +162,9 @@ _OF_TOKENS: Final = ("normalizer", "pre_tokenizer", "model", "post_processor", "
 class Difference:
     """Attributes:
     part: of the models.
-    teacher, student: what each has.
+    teacher, student: the part of each.
     effect: ``blocks``, ``hurts`` or ``note``.
-    remedy: what to do about it, in a sentence.
+    remedy: in a sentence.
     """
 
     part: str

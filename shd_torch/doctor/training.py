@@ -93,11 +93,11 @@ class BetaRange:
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of a paired run.
+    """The result of a paired run.
 
     Attributes:
         steps, seeds, beta: of the run.
-        measure: what is compared on the held-out samples; the lower the better.
+        measure: the loss on the held-out samples; the lower the better.
         without, with_shd: the measure by seed.
         gain, margin: mean over seeds of how much lower it is with SHD, and half of its 95% interval (Student's t).
     """
@@ -196,7 +196,7 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What students are trained and judged with; ``data`` are arrays by name ``(N, ...)``."""
+    """Data and settings of trainings; ``data`` are arrays by name ``(N, ...)``."""
 
     teacher: OnlineTeacher
     objective: Objective

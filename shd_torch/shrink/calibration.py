@@ -1,4 +1,4 @@
-"""The calibration set, run through a model layer by layer: what each layer returns, and what its parts read."""
+"""The calibration set, run through a model layer by layer: outputs of each layer, and inputs of its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAP_ENTRIES = 2**23  # of the maps of some rows
 class Batch:
     """One batch of the calibration set at the first layer."""
 
-    stream: Tensor  # what the first layer reads (B, L, D)
+    stream: Tensor  # inputs of the first layer (B, L, D)
     # for each layer of the teacher the arguments that follow the stream, by position and by name
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     counted: Tensor  # boolean (B, L), True = the row counts
@@ -132,7 +132,7 @@ def run_layer(
     number: int,
     watched: Sequence[nn.Module] = (),
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """A layer of either model over every batch: what it returns, and what each watched module in it read.
+    """A layer of either model over every batch: its output, and the input of each watched module in it.
 
     ``number`` is of the teacher layer whose arguments it gets.
     """

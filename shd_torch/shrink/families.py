@@ -40,8 +40,8 @@ class Family:
     # queries, keys, values and output; one name for a fused matrix of queries, keys and values
     projections: tuple[str, ...]
     middle: str  # the module whose input is the stream after the attention; see is_parallel
-    end: str | None  # the module whose input is the stream after the FFN; None: what the layer returns
-    ffn: tuple[tuple[str, ...], str]  # what reads the stream (gate and values may be one matrix), and the last matrix
+    end: str | None  # the module whose input is the stream after the FFN; None: the layer's output
+    ffn: tuple[tuple[str, ...], str]  # readers of the stream (gate and values may be one matrix), and the last matrix
     norms: tuple[str, str] | None  # of the attention and of the FFN; none where a norm lies on the stream
     final_norm: str | None  # after the last layer; None where there is none
     activation: str | None = None  # between them; None where a gate makes it more than that

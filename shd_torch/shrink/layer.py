@@ -66,11 +66,11 @@ class LayerTrace:
     """The streams of one teacher layer, batch by batch, from which a student layer is made."""
 
     neuron_squares: Array  # mean over counted rows of the squares of what the FFN's last matrix reads (F,)
-    inputs: tuple[Tensor, ...]  # what queries, keys and values read
+    inputs: tuple[Tensor, ...]  # inputs of queries, keys and values
     middles: tuple[Tensor, ...]  # the stream after the attention
-    ffn_inputs: tuple[Tensor, ...]  # what the FFN reads
+    ffn_inputs: tuple[Tensor, ...]  # inputs of the FFN
     ends: tuple[Tensor, ...]  # the stream after the FFN, before a norm that lies on it
-    outputs: tuple[Tensor, ...]  # what the layer returns
+    outputs: tuple[Tensor, ...]  # the layer's outputs
 
 
 @torch.no_grad()
@@ -121,13 +121,13 @@ def study_layer(
 
 
 def project(inputs: Tensor, heads: Array, bias: Array | None) -> Tensor:
-    """What each head gives for inputs ``(B, L, D)``, float64 ``(B, H, L, d)``."""
+    """The output of each head for inputs ``(B, L, D)``, float64 ``(B, H, L, d)``."""
     shift = 0.0 if bias is None else torch.from_numpy(bias)[:, None].to(inputs.device)
     return inputs.double()[:, None] @ torch.from_numpy(heads).to(inputs.device) + shift
 
 
 class AttentionSums:
-    """What ``AttentionStatistics`` are made of, batch by batch."""
+    """Sums for ``AttentionStatistics``, batch by batch."""
 
     def __init__(self, weights: HeadWeights, device: torch.device) -> None:
         width, heads = weights.query.shape[1], weights.num_heads
@@ -147,7 +147,7 @@ class AttentionSums:
             self.gram += gram.sum(0)
 
     def add(self, inputs: Tensor, counted: Tensor) -> None:
-        """What the projections read ``(B, L, D)``, and the rows that count."""
+        """The projections' inputs ``(B, L, D)``, and the rows that count."""
         mask = counted[..., None]
         x = inputs.double() * mask
         mean = x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
@@ -209,7 +209,7 @@ def squeeze_attention(
 
 @dataclass(eq=False)
 class Work:
-    """What the layers of one run share."""
+    """State that the layers of one run share."""
 
     teacher: Any  # in evaluation mode
     student: Any  # of the same class; its layers are filled one by one
@@ -417,7 +417,7 @@ def _squeeze_ways(
 class _Ffn:
     """An FFN as the student has it."""
 
-    readers: list[Rows]  # what reads the stream, before the last matrix
+    readers: list[Rows]  # matrices that read the stream, before the last one
     last: Rows  # the last matrix
     kept: list[int] | None = None  # the neurons that stay, None for all
     is_linear: bool = False  # whether the last matrix reads the stream itself
@@ -515,7 +515,7 @@ class _Layer:
         return ridges
 
     def fit_writer(self, name: str, path: str | None, goals: Sequence[Tensor]) -> float | None:
-        """What writes to the stream, towards the teacher's at a place of the layer."""
+        """Refit a matrix that writes to the stream, towards the teacher's stream at a place of the layer."""
         family, module = self.work.family, find_part(self.target, name)
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -528,7 +528,7 @@ class _Layer:
         return _refit(self.work, [module], pairs())
 
     def fit_readers(self, names: Sequence[str], inputs: Sequence[Tensor], rows: Rows) -> float | None:
-        """What reads a cut stream, towards what the same matrices make of the teacher's whole one."""
+        """Refit matrices that read a cut stream, towards their outputs for the teacher's whole one."""
         modules, project = [find_part(self.target, name) for name in names], self.work.project(*rows)
         runs = zip(self.run(modules[:1]), inputs, self.work.batches, strict=True)
         pairs = ((read[0], project(batch.rows(stream))) for (_, read), stream, batch in runs)

@@ -1,4 +1,4 @@
-"""Key and value heads that more query heads come to share: what these see in the calibration, then the merge."""
+"""Key and value heads that more query heads come to share: second moments over the calibration, then the merge."""
 
 from __future__ import annotations
 

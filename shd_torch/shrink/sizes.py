@@ -47,7 +47,7 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class Dropped:
-    """What a model lacks, by number of layer."""
+    """Parts that a model lacks, by number of layer."""
 
     attention: tuple[int, ...] = ()  # layers whose block has no attention
     activations: tuple[int, ...] = ()  # layers whose FFN is one linear map
@@ -65,7 +65,7 @@ NOTHING = Dropped()
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a teacher or a student: what differs from layer to layer is a tuple with a number per layer."""
+    """Of a teacher or a student; a size that differs from layer to layer is a tuple with a number per layer."""
 
     heads: int | tuple[int, ...]  # query heads
     kv_heads: int | tuple[int, ...]  # key and value heads
@@ -73,7 +73,7 @@ class Sizes:
     layers: int  # how many
     hidden: int  # channels of the stream
     neurons: int | tuple[int, ...]  # of an FFN
-    dropped: Dropped = NOTHING  # what its layers lack, by their numbers
+    dropped: Dropped = NOTHING  # parts that layers lack, by their numbers
 
     def of_layer(self, number: int) -> LayerSizes:
         heads, kv_heads, neurons = (
@@ -82,7 +82,7 @@ class Sizes:
         return LayerSizes(heads, kv_heads, self.head_dim, neurons)
 
     def report(self) -> dict[str, Any]:
-        """What ``shrink.json`` says of them; its layers say what they lack."""
+        """The sizes in ``shrink.json``; parts that layers lack are listed by layer there."""
         return {name: value for name, value in vars(self).items() if name != "dropped"}
 
     @property
@@ -272,7 +272,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def as_dropped(attention: Any, activations: Any) -> Dropped:
-    """What a caller asks for, or a configuration lists; ``check_dropped`` does the rest."""
+    """From options or a configuration, types checked; ``check_dropped`` does the rest."""
     try:
         return Dropped(*(tuple(as_index(layer) for layer in layers) for layers in (attention, activations)))
     except TypeError:
@@ -474,7 +474,7 @@ def read_kind(raw: Mapping[str, Any]) -> str | None:
 
 
 def read_dropped(config: Any) -> Dropped:
-    """What a configuration says; ``check_dropped`` says whether it may."""
+    """Dropped parts in a configuration, before ``check_dropped``."""
     return as_dropped(*(getattr(config, name, None) for name in _LISTS))
 
 

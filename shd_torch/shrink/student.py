@@ -57,7 +57,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, eq=False)
 class Shrunk:
-    """What ``shrink`` returns.
+    """The result of ``shrink``.
 
     Attributes:
         student: in evaluation mode, with the teacher's dtype and device.
@@ -175,7 +175,7 @@ def read_made(folder: str | os.PathLike[str]) -> Shrunk:
 
 
 def _report(work: Work, teacher_sizes: Sizes) -> dict[str, Any]:
-    """What ``shrink.json`` holds; the layer map counts blocks with attention."""
+    """The contents of ``shrink.json``; the layer map counts blocks with attention."""
     stack = {} if work.family.stack is None or work.family.is_alone else {"stack": work.family.stack}
     sources = [source for number, source in enumerate(work.sources) if number not in work.sizes.dropped.attention]
     return {
@@ -196,7 +196,7 @@ def _report(work: Work, teacher_sizes: Sizes) -> dict[str, Any]:
 
 
 def _stored_dtype(model: Any, is_given: bool) -> torch.dtype:
-    """What the student is stored in; a loaded teacher of half precision is widened, a given one is left alone."""
+    """The dtype of the stored student; a loaded teacher of half precision is widened, a given one is left alone."""
     stored: torch.dtype = next(model.parameters()).dtype
     if stored in (torch.float32, torch.float64):
         return stored

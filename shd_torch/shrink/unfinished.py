@@ -1,4 +1,4 @@
-"""What a run has finished, in a folder next to its output: the same run, started again, resumes there."""
+"""Finished pieces of a run, in a folder next to its output: the same run, started again, resumes there."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Unfinished(DraftFolder):
 
 
 def run_key(teacher: nn.Module | str | os.PathLike[str], options: Mapping[str, Any], **data: Any) -> dict[str, Any]:
-    """What pieces depend on: hashes of the teacher and of each set of data, the options, and the software."""
+    """All that pieces depend on: hashes of the teacher and of each set of data, the options, and the software."""
     versions = {name: version(name) for name in ("torch", "transformers", "squeezing-heads")}
     tensors = {name: {key: torch.as_tensor(array) for key, array in arrays.items()} for name, arrays in data.items()}
     return {

@@ -252,7 +252,7 @@ def largest_move(codec: str, values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 class RowError(ABC):
-    """What coding cost rows: a dataclass of numbers whose names end in ``_mean`` or ``_max``, and ``rows``."""
+    """The error of coding rows: a dataclass of numbers whose names end in ``_mean`` or ``_max``, and ``rows``."""
 
     rows: int
 

@@ -71,7 +71,7 @@ def check_padding(logits: NDArray[Any], vocab_size: int, temperature: float) -> 
 def logits_error(
     logits: NDArray[Any], temperature: float, decode: Callable[[slice], DecodedRows | NDArray[Any]]
 ) -> LogitsError:
-    """What coding cost rows of logits ``(R, V)`` (CACHE-170), in bounded memory; ``decode`` gives rows as stored."""
+    """The error of coded logits ``(R, V)`` (CACHE-170), in bounded memory; ``decode`` gives rows as stored."""
     slices = _slices(*logits.shape)
     return merge_errors(LogitsError, (_error(logits[rows], temperature, decode(rows)) for rows in slices))
 
@@ -147,7 +147,7 @@ def _told_apart(log_p: Array, temperature: float, decoded: DecodedRows | NDArray
 
 
 def _expand(rows: DecodedRows, vocab_size: int) -> Array:
-    """What a record says of every class: of its tail, that the classes are equally likely."""
+    """The log-probability of every class by a record: of its tail, that the classes are equally likely."""
     probs = np.empty((len(rows.log_tail), vocab_size))
     probs[:] = np.exp(rows.log_tail)[:, None] / max(vocab_size - rows.head_ids.shape[1], 1)
     np.put_along_axis(probs, rows.head_ids, np.exp(rows.log_probs), -1)
@@ -178,7 +178,7 @@ _TINY = 2.0**-25  # and absolute, below its normal numbers
 
 
 class DecodedRows(NamedTuple):
-    """What a row says: the first fields of ``TopkTargets``."""
+    """The contents of a row: the first fields of ``TopkTargets``."""
 
     head_ids: Ids  # (R, head), ascending
     log_probs: Array  # (R, head)
@@ -227,7 +227,7 @@ class RowCode:
         return np.concatenate((header, *packed), axis=-1)
 
     def decode(self, rows: Bytes) -> DecodedRows:
-        """What was coded, within ``bound``; ``cache-corrupt`` for bytes that ``encode`` does not write."""
+        """The coded rows, within ``bound``; ``cache-corrupt`` for bytes that ``encode`` does not write."""
         rows = np.asarray(rows)
         if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self.row_bytes:
             raise _corrupt(f"rows must be bytes (R, {self.row_bytes}); got {rows.dtype} {rows.shape}")

@@ -84,7 +84,7 @@ class Held:
         return self.find(Exact)
 
     def extent_of(self, sample: Extent) -> Extent:
-        """The extent that a record states of a sample: what any of its forms has a use for."""
+        """The extent of a sample in its record: the fields that any of its forms uses."""
         stated = [form.stated for form in self.forms]
         return Extent(
             sample.length,
@@ -94,7 +94,7 @@ class Held:
         )
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """What keeps a record from being of this extent."""
+        """Reasons why no record has this extent."""
         if not 0 <= extent.first < max(extent.length, 1):
             yield f"first must be 0, or below length {extent.length}; got {extent.first}"
         elif extent != self.extent_of(extent):

@@ -76,7 +76,7 @@ class TeacherHead:
         return logits if self.soft_cap is None else dtype(self.soft_cap) * np.tanh(logits / dtype(self.soft_cap))
 
     def normed(self, states: NDArray[Any]) -> NDArray[Any]:
-        """What the matrix is multiplied with, ``(R, D)`` in the dtype of ``logits``."""
+        """Inputs of the head's matrix, ``(R, D)`` in the dtype of ``logits``."""
         dtype = np.float64 if states.dtype == np.float64 else np.float32
         hidden = states.astype(dtype)
         if self.norm is None:

@@ -1,4 +1,4 @@
-"""The interface: what a cache requires of a form, and the sample that forms store."""
+"""The interface of forms, and the sample that they store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ U8 = "U8"
 class Part(NamedTuple):
     """One tensor of a record."""
 
-    name: str  # what follows the sample's number in its name (CACHE-3)
+    name: str  # the part of a tensor's name after the sample's number (CACHE-3)
     dtype: str  # F32 or U8
     subject: str  # SUBJECT of its form
     layer: int | None = None  # the student's for attention, the teacher's for hidden states
@@ -49,7 +49,7 @@ class FormFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Extent:
-    """What determines the sizes of a record's tensors."""
+    """All that determines the sizes of a record's tensors."""
 
     length: int  # n, counted positions
     first: int = 0  # positions of padding in front, where all forms leave them out (CACHE-145)
@@ -93,7 +93,7 @@ class Form(ABC):
     """One form of supervision, as the manifest describes it; ``argument-value`` for what no form can have."""
 
     SUBJECT: ClassVar[str]  # of what it is supervision: the manifest's member, and the error in receipts
-    ERROR: ClassVar[type[RowError]]  # what coding it costs
+    ERROR: ClassVar[type[RowError]]  # of its coding error
     CHOICE: ClassVar[str]  # the keyword by which a reader is told what to read of it
     codec: str
 
@@ -120,7 +120,7 @@ class Form(ABC):
         """Refuse a manifest that this form does not suit, by its first teacher's SHA-256: ``argument-value``."""
 
     def extent_problems(self, extent: Extent) -> Iterator[str]:
-        """What keeps a record from being of this extent."""
+        """Reasons why no record has this extent."""
         return iter(())
 
     @abstractmethod
@@ -129,7 +129,7 @@ class Form(ABC):
 
     @property
     def unit(self) -> str:
-        """What a row of it belongs to, for a listing."""
+        """The unit that has a row, for a listing."""
         return "position"
 
     @abstractmethod

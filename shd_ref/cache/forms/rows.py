@@ -50,7 +50,7 @@ Counted: TypeAlias = NDArray[np.bool_] | None
 Moves: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 ROWS: Final = {"positions": "position", "decoder": "position of the decoder", "sample": "sample"}
-"""What ``rows`` may be, and what a row then belongs to."""
+"""Values of ``rows``, and for each the unit that has a row."""
 
 MAX_CLASSES: Final = 1 << 16
 """Of a head: decoding makes a number of every bit, so a forged row of more would take gigabytes."""
@@ -100,11 +100,11 @@ class RowCodec(ABC):
 
     @abstractmethod
     def decode(self, name: str, rows: NDArray[np.uint8]) -> Any:
-        """What bytes ``(R, size)`` say; ``cache-corrupt`` for NaN and infinity."""
+        """The numbers of bytes ``(R, size)``; ``cache-corrupt`` for NaN and infinity."""
 
     @abstractmethod
     def error(self, values: Reals, rows: NDArray[np.uint8]) -> Any:
-        """What coding cost numbers that were taken, all of rows that count: a ``RowError``."""
+        """The error of coding numbers, all of rows that count: a ``RowError``."""
 
     @abstractmethod
     def compare(self, name: str, values: Reals, rows: NDArray[np.uint8]) -> Moves:

@@ -99,7 +99,7 @@ def check_members(content: dict[str, Any], members: dict[str, Any], source: obje
 
 @contextlib.contextmanager
 def refusing(source: object) -> Iterator[None]:
-    """What a document must not hold, as ``cache-corrupt``."""
+    """A document's own rules as ``cache-corrupt``."""
     try:
         yield
     except ValueError as error:  # of msgspec, and ShdError
