@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, Final, TypeAlias, get_args
@@ -151,7 +151,9 @@ class Program:
         name = next(iter(words), "")
         after = self.after.get(name, STARTS_OVER)
         try:
-            self._refuse_others(words)
+            for program, names in COMMANDS.items():
+                if program != self.name and name in names:
+                    raise CycloptsError(f"{name} is a command of {program}: {shlex.join([program, *words])}")
             function, bound, _ = self.app.parse_args(
                 words, console=PlainConsole(), exit_on_error=False, print_error=False
             )
@@ -178,11 +180,6 @@ class Program:
             messages.say(marked("stopped", "yellow", f": {after}"))
             return 130  # as a shell counts SIGINT
         return 0
-
-    def _refuse_others(self, words: Sequence[str]) -> None:
-        for program, names in COMMANDS.items():
-            if program != self.name and words and words[0] in names:
-                raise CycloptsError(f"{words[0]} is a command of {program}: {shlex.join([program, *words])}")
 
     def _run(self, function: Callable[..., Any], bound: inspect.BoundArguments, common: _Common) -> None:
         """Run a command; where JSON is wanted its result is printed, and the console is silent meanwhile."""

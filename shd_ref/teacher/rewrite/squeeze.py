@@ -66,12 +66,6 @@ class SqueezedLayer:
     names: Mapping[str, str]
     rows: TiledRows | None = None
 
-    @property
-    def source_names(self) -> frozenset[str]:
-        """Of outputs that only ``rows`` reads, which need not have a sample on their first axis."""
-        sources = () if self.rows is None else (role for role in self.rows.sources if role != "weights")
-        return frozenset(self.names[role] for role in sources)
-
 
 @dataclass(frozen=True)
 class SqueezedGraph:

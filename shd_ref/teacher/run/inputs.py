@@ -237,7 +237,7 @@ class ModelInputs:
         # A graph with a fixed batch axis gets its last batch filled up by repeating a sample.
         rows = samples + samples[-1:] * ((self.fixed_batch or 0) - len(samples))
         lengths = tuple(int(self.lengths[index]) for index in indices)
-        longest = self.padded_length(indices)
+        longest = max(self._fixed_length, *lengths)
         decoder_lengths = tuple(int(self.decoder_lengths[index]) for index in indices)
         decoder_longest = max(self._fixed_decoder_length, *decoder_lengths, 0)
         arrays = {
@@ -272,20 +272,11 @@ class ModelInputs:
             parts.append(self.decoder_lengths)
         return np.stack(parts, axis=1) if parts else None
 
-    @property
-    def longest(self) -> int:
-        """Positions of the longest sequence of all samples, as batches have them."""
-        longest = (int(lengths.max(initial=0)) for lengths in (self.lengths, self.decoder_lengths))
+    def longest_axis(self, indices: Sequence[int] | None = None) -> int:
+        """Positions of the longer of both sequences, in a batch of these samples; None: of all."""
+        chosen = slice(None) if indices is None else list(indices)
+        longest = (int(lengths[chosen].max(initial=0)) for lengths in (self.lengths, self.decoder_lengths))
         return max(self._fixed_length, self._fixed_decoder_length, *longest)
-
-    def longest_axis(self, indices: Sequence[int]) -> int:
-        """Positions of the longer of both sequences, in a batch of these samples."""
-        longest = max((int(self.decoder_lengths[index]) for index in indices), default=0)
-        return max(self.padded_length(indices), self._fixed_decoder_length, longest)
-
-    def padded_length(self, indices: Iterable[int]) -> int:
-        """Positions of a batch of these samples; 0 where they have no sequence axis."""
-        return max(self._fixed_length, *(int(self.lengths[index]) for index in indices))
 
     def _read_all(self, on_read: Callable[[int, int], None] | None) -> None:
         count = 0

@@ -225,7 +225,9 @@ class TeacherRun:
         values = self.sessions.run(session, session.names, batch)
         graph = session.graph
         made_again = [self._rows_of(layer, values, count) for layer in graph.layers]
-        of_rows = {name for layer in graph.layers for name in layer.source_names}
+        # Outputs that only ``rows`` reads need not have a sample on their first axis.
+        sources = [(layer, role) for layer in graph.layers if layer.rows for role in layer.rows.sources]
+        of_rows = {layer.names[role] for layer, role in sources if role != "weights"}
         values = {name: array for name, array in values.items() if name not in of_rows}
         for output, array in values.items():  # which short cuts of the samples may not have shown
             if len(array) != rows:
@@ -396,7 +398,7 @@ def _choose_tiling(graph: TeacherGraph, inputs: ModelInputs, run: RunOptions) ->
     """Tiles of query rows where whole maps of a batch are large, or as requested."""
     rows = run.tile if graph.groups is None else 0
     if rows is None:
-        longest, samples = max(inputs.longest, 1), min(run.batch_size, len(inputs))
+        longest, samples = max(inputs.longest_axis(), 1), min(run.batch_size, len(inputs))
         if run.batch_tokens is not None:
             samples = min(samples, max(1, run.batch_tokens // longest))
         row_bytes = 4 * max((site.num_heads or 1 for site in graph.sites), default=1) * samples * longest
