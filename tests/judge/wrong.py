@@ -19,19 +19,22 @@ WRONG: dict[str, tuple[str, str, Function]] = {}
 def wrong(operation: str, dtype: str = "float64") -> Callable[[Function], Function]:
     """Adds a function under its name."""
 
-    def add(function: Function) -> Function:
-        WRONG[f"{operation}: {function.__name__.replace('_', ' ')}"] = operation, dtype, function
+    def decorate(function: Function) -> Function:
+        add(f"{operation}: {function.__name__.replace('_', ' ')}", function, dtype)
         return function
 
-    return add
+    return decorate
+
+
+def add(name: str, function: Function, dtype: str = "float64") -> None:
+    WRONG[name] = name.partition(":")[0], dtype, function
 
 
 def named(table: Mapping[str, Function], make: Callable[[str, Function], Function]) -> None:
     """Adds a wrong implementation for each row: its name, perhaps with a dtype, and what is changed."""
     for name, change in table.items():
         name, _, dtype = name.partition(" @ ")
-        operation = name.partition(":")[0]
-        WRONG[name] = operation, dtype or "float64", make(operation, change)
+        add(name, make(name.partition(":")[0], change), dtype or "float64")
 
 
 def first(value: Any) -> Any:
@@ -90,7 +93,7 @@ def limited(operation: str, argument: str, axis: int, limit: int) -> Function:
 
 for _operation, _argument, _axis, _limit in _LIMITS:
     _name = f"{_operation}: right up to {_limit} on axis {_axis} of {_argument}"
-    WRONG[_name] = _operation, "float64", limited(_operation, _argument, _axis, _limit)
+    add(_name, limited(_operation, _argument, _axis, _limit))
 
 
 # --- an option that something else makes it forget ----------------------------------------------------------------
@@ -131,7 +134,7 @@ def forgetful(operation: str, option: str, others: tuple[str, ...]) -> Function:
 
 for _operation, _option, _others in _FORGOTTEN:
     _name = f"{_operation}: {_option} is forgotten with {' and '.join(_others) or 'anything'}"
-    WRONG[_name] = _operation, "float64", forgetful(_operation, _option, _others)
+    add(_name, forgetful(_operation, _option, _others))
 
 
 # --- masks and dtypes ---------------------------------------------------------------------------------------------
@@ -154,8 +157,7 @@ for _operation, _argument in (
     *(("shd_loss", "loss_mask"), ("shd_loss", "attn_mask"), ("indexer_loss", "loss_mask")),
 ):
     for _kind in ("uint8", "int64", "objects"):
-        _name = f"{_operation}: {_argument} of {_kind} is taken"
-        WRONG[_name] = _operation, "float64", coerced(_operation, _argument, _kind)
+        add(f"{_operation}: {_argument} of {_kind} is taken", coerced(_operation, _argument, _kind))
 
 
 @wrong("solve_alpha")
@@ -379,21 +381,13 @@ def _by_first_and_shape(inputs: Mapping[str, Any]) -> Any:
 
 
 for _operation in ("softmax", "solve_alpha", "shd_loss", "mix_heads", "indexer_target", "plan_groups"):
-    WRONG[f"{_operation}: remembered by identity"] = _operation, "float64", remembering(_operation, _by_identity)
+    add(f"{_operation}: remembered by identity", remembering(_operation, _by_identity))
 for _operation in ("softmax", "soften", "value_outputs"):
-    WRONG[f"{_operation}: remembered by shape and first entry"] = (
-        _operation,
-        "float64",
-        remembering(_operation, _by_first_and_shape),
-    )
+    add(f"{_operation}: remembered by shape and first entry", remembering(_operation, _by_first_and_shape))
 
 
 for _operation in ("solve_alpha_from_gram", "merge_gram"):
-    WRONG[f"{_operation}: gram remembered by bytes"] = (
-        _operation,
-        "float64",
-        remembering(_operation, lambda inputs: inputs["gram"].tobytes()),
-    )
+    add(f"{_operation}: gram remembered by bytes", remembering(_operation, lambda inputs: inputs["gram"].tobytes()))
 
 
 def sticking(operation: str, option: str) -> Function:
@@ -419,7 +413,7 @@ for _operation, _option in (
     ("indexer_loss", "relu"),
     ("solve_alpha", "rule"),
 ):
-    WRONG[f"{_operation}: {_option} sticks to the next call"] = _operation, "float64", sticking(_operation, _option)
+    add(f"{_operation}: {_option} sticks to the next call", sticking(_operation, _option))
 
 
 _buffer: dict[str, Any] = {}
@@ -526,14 +520,10 @@ def accepting(operation: str, code: str) -> Function:
 
 
 for _operation, _code in (
-    *(
-        ("softmax", "argument-value"),
-        ("softmax", "argument-shape"),
-        ("softmax", "not-finite"),
-        ("soften", "not-a-distribution"),
-    ),
+    *(("softmax", "argument-value"), ("softmax", "argument-shape"), ("softmax", "not-finite")),
+    ("soften", "not-a-distribution"),
     *(("solve_alpha", "argument-shape"), ("solve_alpha", "not-a-distribution"), ("mix_heads", "mixing-invalid")),
     *(("squeeze_heads", "heads-exceed"), ("squeeze_heads", "plan-invalid"), ("shd_loss", "support-mismatch")),
     *(("layer_map", "layers-invalid"), ("indexer_loss", "argument-value"), ("indexer_target", "argument-dtype")),
 ):
-    WRONG[f"{_operation}: accepts {_code}"] = _operation, "float64", accepting(_operation, _code)
+    add(f"{_operation}: accepts {_code}", accepting(_operation, _code))
