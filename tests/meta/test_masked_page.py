@@ -10,29 +10,17 @@ import pytest
 from support.refusals import refusal
 
 torch = pytest.importorskip("torch", reason="the page trains in PyTorch")
-transformers = pytest.importorskip("transformers", reason="the page trains a Hugging Face student")
 pytest.importorskip("onnxruntime", reason="precompute runs the teacher in onnxruntime")
 pytest.importorskip("onnxscript", reason="export needs onnxscript")
+
+from support.shrink.models import make_teacher  # noqa: E402  (after the skips)
 
 from shd_torch import SupervisedDataset, export_teacher  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "masked-language-models.md").read_text(encoding="utf-8")
 MASKING, TRAINING = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (COMMAND,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-VOCABULARY, MASK, FIRST_WORD, LENGTH = 40, 4, 5, 12
-
-
-def make_model(heads: int) -> Any:
-    torch.manual_seed(heads)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        max_position_embeddings=LENGTH,
-    )
-    return transformers.BertForMaskedLM(config)
+VOCABULARY, MASK, FIRST_WORD, LENGTH = 31, 4, 5, 12
 
 
 @pytest.mark.slow
@@ -44,9 +32,9 @@ def test_page_trains_on_the_masks_that_the_teacher_saw(tmp_path: Path, monkeypat
     ones = np.ones(LENGTH, dtype=np.int64)
     texts = [{"input_ids": rng.integers(FIRST_WORD, VOCABULARY, LENGTH), "attention_mask": ones} for _ in range(4)]
     example = {name: torch.from_numpy(np.stack([text[name] for text in texts[:2]])) for name in texts[0]}
-    export_teacher(make_model(4).eval(), example, "teacher.onnx")
+    export_teacher(make_teacher("bert", layers=1).float(), example, "teacher.onnx")
 
-    student = make_model(2)
+    student = make_teacher("bert", heads=2, layers=1).float()
     names: dict[str, Any] = {
         **{"texts": texts, "VOCABULARY": VOCABULARY, "MASK": MASK, "FIRST_WORD": FIRST_WORD},
         **{"student": student, "optimizer": torch.optim.SGD(student.parameters(), 0.1)},

@@ -1,32 +1,8 @@
-"""Maps pooled over other tokens: 40 groupings against plain loops, and what must hold of any."""
+"""Groups of tokens, by hand; what pooling over them gives is held by the vectors."""
 
 import numpy as np
-import pytest
-from support.pooled import draw_groups, pool_by_loops
 
-from shd_ref import patch_groups, pool_tokens, span_groups
-
-RNG = np.random.default_rng(47)
-
-
-def draw_maps(*shape: int) -> np.ndarray:
-    maps = RNG.random(shape)
-    maps[RNG.random(shape[:-1]) < 0.1] = 0.0
-    return np.asarray(maps / np.maximum(maps.sum(-1, keepdims=True), 1e-300))
-
-
-@pytest.mark.parametrize("number", range(40))
-def test_pooled_maps_are_those_of_plain_loops(number: int) -> None:
-    rng = np.random.default_rng(number)
-    length, keys = (int(n) for n in rng.integers(1, 9, size=2))
-    maps, counted = draw_maps(2, 2, length, keys), rng.random((2, length)) < 0.9
-    rows, columns = draw_groups(rng, length), draw_groups(rng, keys)
-    pooled = pool_tokens(maps, rows, columns, query_mask=counted)
-    probs, dropped = pool_by_loops(maps, rows, columns, counted)
-    np.testing.assert_allclose(pooled.probs, probs, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(pooled.dropped, dropped, rtol=0, atol=1e-12)
-    sums = pooled.probs.sum(-1)
-    np.testing.assert_allclose(sums[sums > 0], 1.0, rtol=0, atol=1e-12)
+from shd_ref import patch_groups, span_groups
 
 
 def test_groups_of_patches() -> None:
