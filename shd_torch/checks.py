@@ -28,7 +28,6 @@ _AXES = {4: ("sample", "head", "row", "key"), 3: ("sample", "head", "row")}
 
 
 def check_option(name: str, value: object, options: tuple[str, ...], spec_id: str | None = None) -> None:
-    """An option must be one of its list."""
     if value not in options:
         raise ShdError("argument-value", f"{name} must be one of {', '.join(options)}; got {value!r}", spec_id)
 
@@ -39,7 +38,6 @@ def check_weights(weights: Tensor, name: str, spec_id: str) -> None:
 
 
 def check_shape(value: Any, name: str, shape: Sequence[int], spec_id: str | None = None, *, remedy: str = "") -> None:
-    """The argument must have exactly this shape."""
     if tuple(value.shape) != tuple(shape):
         got = f"{tuple(value.shape)}{remedy}"
         raise ShdError("argument-shape", f"{name} must have shape {tuple(shape)}; got {got}", spec_id)
@@ -157,7 +155,6 @@ def map_dtype(attn_probs: Tensor) -> torch.dtype:
 
 
 def check_dtype(value: object, dtypes: Collection[torch.dtype], rule: str, spec_id: str | None = None) -> None:
-    """The argument must be a tensor of one of these dtypes."""
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ShdError("argument-dtype", f"{rule}; got {kind}", spec_id)

@@ -156,7 +156,7 @@ def test_a_copy_of_a_captured_student_is_its_own(way: str, own_forward: bool) ->
     assert not captured.calls[0].query.any()
 
 
-def test_a_capture_inside_a_captured_pass_is_seen_by_both() -> None:
+def test_a_capture_inside_a_captured_pass_is_seen_by_both_and_other_models_by_none() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,9 +166,11 @@ def test_a_capture_inside_a_captured_pass_is_seen_by_both() -> None:
             return self.one(images) + self.two(images)
 
     torch.manual_seed(0)
-    pair, images = Pair(), torch.randn(2, 3, 16, 16)
+    pair, other, images = Pair(), PlainViT(), torch.randn(2, 3, 16, 16)
     with capture_attention(pair, 5) as both, capture_attention(pair.two, 3) as inner:
         pair(images)
+        other(images)
+    assert (both.num_calls, inner.num_calls) == (5, 3)
     assert [call.query is other.query for call, other in zip(both.calls[2:], inner.calls, strict=True)] == [True] * 3
 
 
