@@ -9,7 +9,7 @@ import pytest
 from support.makers import job, key_of, read_everything, write_cache, write_shards
 from support.refusals import refusal
 
-from shd_ref.cache import CacheReader, CacheWriter
+from shd_ref.cache import CacheReader, CacheWriter, verify_cache
 
 
 @pytest.fixture
@@ -29,6 +29,8 @@ def test_partial_cache_is_refused_unless_allowed(tmp_path: Path) -> None:
     assert absent not in reader
     with refusal("sample-missing", "the cache is partial"):
         reader.read(absent)
+    missing = [problem.path for problem in verify_cache(tmp_path).problems if problem.code == "cache-incomplete"]
+    assert missing == ["SEALED.json", "receipts/000000.json"]
 
 
 def test_one_damaged_record_stops_its_batch(folder: Path) -> None:

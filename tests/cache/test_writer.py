@@ -23,7 +23,7 @@ from support.makers import (
 from support.refusals import refusal
 
 from shd_ref import ShdError
-from shd_ref.cache import CacheReader, CacheWriter, Dataset, Errors, verify_cache
+from shd_ref.cache import CacheWriter, Dataset, Errors
 
 
 def test_resume_writes_what_is_missing(tmp_path: Path) -> None:
@@ -158,17 +158,6 @@ def test_a_lock_that_is_refused_leaves_no_temporary_file(tmp_path: Path, monkeyp
     with refusal("write-failed"):
         write_cache(tmp_path / "cache", job())
     assert temporary_files(tmp_path) == []
-
-
-def test_partial_cache_verifies_but_for_what_is_missing(tmp_path: Path) -> None:
-    write_shards(CacheWriter(tmp_path, job()), [1, 3])
-    report = verify_cache(tmp_path)
-    assert [(problem.code, problem.path) for problem in report.problems] == [
-        ("cache-incomplete", "SEALED.json"),
-        ("cache-incomplete", "receipts/000000.json"),
-    ]
-    assert (report.sealed, report.shards, report.records) == (False, 2, 3)
-    assert len(CacheReader(tmp_path, allow_partial=True)) == 3
 
 
 @pytest.mark.parametrize("kind", ["nothing", "link", "cache"])

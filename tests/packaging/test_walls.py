@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -236,30 +237,21 @@ FLOORS = {"shd_ref": SHD_REF.split(), "shd_torch": SHD_TORCH.split()}
 def test_no_import_points_up(package: str) -> None:
     floors = FLOORS[package]
     for path in sorted((ROOT / package).rglob("*.py")):
-        own = _floor(path.relative_to(ROOT / package), package)
+        file = path.relative_to(ROOT / package).with_suffix("").parts
+        own = _floor(file[: len(file) - (file[-1] == "__init__")], package)
         for module in _imported(path):
             if module.split(".")[0] == package:
-                there = _floor(_file_of(module), package)
+                there = _floor(module.split(".")[1:], package)
                 assert floors.index(there) <= floors.index(own), f"{path} ({own}) imports {module} ({there})"
 
 
-def _file_of(module: str) -> Path:
-    """The file of a module below its package."""
-    path = ROOT.joinpath(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return file.relative_to(ROOT / module.split(".")[0])
-
-
-def _floor(file: Path, package: str) -> str:
-    """The longest name of a floor that holds the file; ``chapters`` and ``top`` hold what lies beside the rooms."""
-    parts = file.with_suffix("").parts
-    if parts[0] == "__init__":
-        return "top"
+def _floor(parts: Sequence[str], package: str) -> str:
+    """The longest name of a floor that holds a file; ``chapters`` and ``top`` hold what lies beside the rooms."""
     names = ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    found = next((name for name in names if name in FLOORS[package]), None)
-    if found is None and parts[-1] == "__init__":
-        return FLOORS[package][-1]  # a package that only holds rooms
-    return found or ("chapters" if package == "shd_ref" else "top")
+    beside = "chapters" if package == "shd_ref" and parts else "top"
+    if parts and ROOT.joinpath(package, *parts).is_dir():
+        beside = FLOORS[package][-1]  # a package that only holds rooms
+    return next((name for name in names if name in FLOORS[package]), beside)
 
 
 def test_every_error_code_in_use_is_listed_and_every_listed_one_is_used() -> None:
