@@ -231,12 +231,11 @@ class Captured:
         layers.check_calls(self.num_calls, "the student")
 
     def clear(self) -> None:
-        self._recorded.clear()
-        self.num_calls = 0
+        self._recorded, self.num_calls = {}, 0
 
     @never_compiled
     def take(self, layers: Sequence[Layer], grad_enabled: bool) -> None:
-        self.num_calls = len(layers)
+        recorded: dict[int, AttentionCall] = {}
         for index in range(len(layers)) if self._layers is None else self._layers:
             raw = layers[index][0]
             advice = "reentrant activation checkpointing hides the run that has one, so checkpoint with "
@@ -244,7 +243,8 @@ class Captured:
             advice += "for a frozen layer, leave its number out of layers"
             who, fits = f"attention call {index}", raw.grad_enabled or not grad_enabled
             need(fits, "capture-failed", who, "run with gradient, as the student does", "none", remedy=advice)
-            self._recorded[index] = _read_call(raw)
+            recorded[index] = _read_call(raw)
+        self._recorded, self.num_calls = recorded, len(layers)  # at once: half a pass does not count as one
 
 
 class _Recording:
@@ -284,11 +284,7 @@ class _Recording:
             remedy += "(such as its decoder)"
             check_every_layer(self._student, calls, kwargs.get("encoder_outputs") is None, remedy)
             self._checked_count = len(layers)
-        try:
-            self.captured.take(layers, grad_enabled)
-        except BaseException:
-            self.captured.clear()  # half a pass does not count as one
-            raise
+        self.captured.take(layers, grad_enabled)
         return result
 
 
