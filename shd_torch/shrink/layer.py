@@ -93,7 +93,7 @@ def study_layer(
     names = [family.projections[0], family.middle, family.ffn[0][0], family.ffn[1]]
     names += [name for name in (family.end, family.maps if with_maps else None) if name is not None]
     sums = None if statistics is not None else AttentionSums(weights, device)
-    squares, rows, seen = torch.zeros((), dtype=torch.float64, device=device), 0, []
+    squares, rows, traced = torch.zeros((), dtype=torch.float64, device=device), 0, []
     masks = iter([batch.counted for batch in batches])  # the attention runs once for each batch
 
     def take(probs: Tensor, values: Tensor, rows: slice, *_: Tensor) -> None:
@@ -110,14 +110,14 @@ def study_layer(
                 sums.add(read[0], batch.counted)
             squares = squares + batch.rows(read[3]).double().square().sum(0)
             rows += int(batch.counted.sum())
-            seen.append((read[0], family.middle_of(read[1], stream), read[2], read[4] if family.end else out, out))
+            traced.append((read[0], family.middle_of(read[1], stream), read[2], read[4] if family.end else out, out))
     need(rows > 0, "argument-value", "data", "hold a row that counts", "an attention_mask of zeros")
     finite = bool(torch.isfinite(squares).all() and (sums is None or torch.isfinite(sums.gram).all()))
     need(finite, "not-finite", "the teacher", "give finite numbers", f"NaN or infinity in layer {number}")
     if sums is not None:
         statistics = sums.read(max(stream.shape[1] for stream in streams), rows, with_maps=with_maps)
     assert statistics is not None  # one of the two is there
-    return statistics, LayerTrace(as_array(squares / rows), *zip(*seen, strict=True))
+    return statistics, LayerTrace(as_array(squares / rows), *zip(*traced, strict=True))
 
 
 def project(inputs: Tensor, heads: Array, bias: Array | None) -> Tensor:
@@ -540,13 +540,12 @@ class _Layer:
         names = [name for name in (family.middle, family.end) if name is not None]
         sums, streams = [0.0] * 4, []
         runs = self.run([find_part(self.target, name) for name in names])
-        for (out, read), *here, batch in zip(
+        for (out, read), before, middle, end, batch in zip(
             runs, self.student_streams, self.trace.middles, ends, work.batches, strict=True
         ):
-            before, *goals = here
             streams.append(out)
             places = family.middle_of(read[0], before), (out if family.end is None else read[1])
-            for place, (stream, goal) in enumerate(zip(places, goals, strict=True)):
+            for place, (stream, goal) in enumerate(zip(places, (middle, end), strict=True)):
                 target = batch.rows(work.on_axes(goal)).double()
                 sums[2 * place] += float((batch.rows(stream).double() - target).square().sum())
                 sums[2 * place + 1] += float(target.square().sum())
