@@ -255,7 +255,6 @@ def test_every_second_text_is_also_a_crop() -> None:
         ({"at_least": 0.9, "kept_layers": True}, "kept_layers must go with faster, ms or mb"),
         ({"at_least": 1.5}, "at_least must be a finite number above 0 and at most 1"),
         ({"faster": (2.0,), "minutes": -1.0}, "minutes"),
-        ({"faster": (2.0,), "learning_rate": 0.0}, "learning_rate"),
     ],
 )
 def test_wishes_that_contradict_each_other(changes: dict[str, Any], said: str) -> None:

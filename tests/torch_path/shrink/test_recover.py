@@ -98,13 +98,7 @@ def test_what_a_student_says_is_not_said_again(tmp_path: Path) -> None:
     shrink(make_teacher("llama").float(), make_data("llama"), heads=2, out=tmp_path / "student")
     words = ["teacher.onnx", "--inputs", "data.npz", "--out", tmp_path / "cache"]
     assert "--student-heads must be given, or --student" in run(*words, code=1)
-    for option, value in (
-        ("--student-heads", 2),
-        ("--student-layers", 3),
-        ("--layer-pairs", "0:1"),
-        ("--sites", "0"),
-        ("--plan", "balanced"),
-    ):
+    for option, value in (("--student-heads", 2), ("--layer-pairs", "0:1"), ("--plan", "balanced")):
         output = run(*words, "--student", tmp_path / "student", option, value, code=1)
         assert f"{option} must not be given with --student" in output
     assert "read-failed" in run(*words, "--student", tmp_path / "none", code=1)
