@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,10 @@ from shd_ref.cache import Manifest, Maps, SampleRecord
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import Captured
 from shd_torch.data.dataset import SupervisedDataset, SupervisedStream, pack_batch
+from shd_torch.kd.embeddings import MOST_TEXTS, EmbeddingAgreement, compare_embeddings
 from shd_torch.recipes.terms import IGNORED
 from shd_torch.supervision.cached import CachedSupervision
 from shd_torch.supervision.supervision import Taught, TaughtLayers
-
-if TYPE_CHECKING:
-    from shd_torch.training.terms import SeenEmbeddings
 
 _T = TypeVar("_T")
 
@@ -189,6 +187,25 @@ def count_positions(batch: MicroBatch) -> int:
 
 def _first(batch: MicroBatch) -> Tensor:
     return next(value for value in batch.inputs.values() if isinstance(value, Tensor))
+
+
+class SeenEmbeddings:
+    """Embeddings of an evaluation, of the first ``MOST_TEXTS`` texts, on the host."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._room = MOST_TEXTS
+
+    def add(self, teacher: Tensor, student: Tensor) -> None:
+        first = [side[: self._room].detach().to("cpu", torch.float32) for side in (teacher, student)]
+        self._pairs.append((first[0], first[1]))
+        self._room -= len(first[0])
+
+    def agreement(self) -> EmbeddingAgreement | None:
+        if MOST_TEXTS - self._room < 3:
+            return None
+        teacher, student = (torch.cat(side) for side in zip(*self._pairs, strict=True))
+        return compare_embeddings(teacher, student)
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,9 @@ from shd_ref.errors import ShdError, need
 from shd_ref.integers import check_number
 from shd_torch.capture.outputs import read_every_hidden_state, read_hidden_states, read_logits, read_output
 from shd_torch.checks import check_option, check_temperature
-from shd_torch.kd import (
-    EmbeddingAgreement,
-    ExactTargets,
-    TeacherHead,
-    compare_embeddings,
-    embedding_loss,
-    hidden_loss,
-    kd_loss,
-    pool_states,
-)
+from shd_torch.kd import ExactTargets, TeacherHead, embedding_loss, hidden_loss, kd_loss, pool_states
 from shd_torch.kd.chunks import DISTANCES, DIVERGENCES, unit
 from shd_torch.kd.embeddings import DISTANCES as OF_EMBEDDINGS
-from shd_torch.kd.embeddings import MOST_TEXTS
 from shd_torch.live.online import layer_kls
 from shd_torch.supervision.supervision import Taught
 from shd_torch.training.batch import ROWS, Counter, Forward, MicroBatch, count_positions, count_samples, every_row
@@ -380,25 +370,6 @@ class EmbeddingTerm(Term):
         projected = unit(projected) if targets.normalize else projected
         loss = embedding_loss(projected, targets.vectors, distance=self.distance, check=forward.check)
         return Measured({"": loss}, count_samples)
-
-
-class SeenEmbeddings:
-    """Embeddings of an evaluation, of the first ``MOST_TEXTS`` texts, on the host."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._room = MOST_TEXTS
-
-    def add(self, teacher: Tensor, student: Tensor) -> None:
-        first = [side[: self._room].detach().to("cpu", torch.float32) for side in (teacher, student)]
-        self._pairs.append((first[0], first[1]))
-        self._room -= len(first[0])
-
-    def agreement(self) -> EmbeddingAgreement | None:
-        if MOST_TEXTS - self._room < 3:
-            return None
-        teacher, student = (torch.cat(side) for side in zip(*self._pairs, strict=True))
-        return compare_embeddings(teacher, student)
 
 
 class EmbeddingLoss(nn.Module):

@@ -23,7 +23,15 @@ from shd_torch.capture.outputs import read_output
 from shd_torch.data.dataset import CacheJoin, SupervisedDataset, SupervisedStream
 from shd_torch.live.online import OnlineSupervision, OnlineTeacher
 from shd_torch.supervision.supervision import Taught, unite_layers
-from shd_torch.training.batch import Counter, Forward, MicroBatch, SupervisedCollator, count_samples, leave_samples
+from shd_torch.training.batch import (
+    Counter,
+    Forward,
+    MicroBatch,
+    SeenEmbeddings,
+    SupervisedCollator,
+    count_samples,
+    leave_samples,
+)
 from shd_torch.training.recipe import Recipe
 from shd_torch.training.terms import (
     AttentionTerm,
@@ -33,7 +41,6 @@ from shd_torch.training.terms import (
     KdTerm,
     Measured,
     Projectors,
-    SeenEmbeddings,
     Term,
     Weight,
     no_logits,
