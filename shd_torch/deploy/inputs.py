@@ -21,8 +21,6 @@ _DTYPES: Final = {
     "tensor(double)": np.float64,
     "tensor(float16)": np.float16,
 }
-_SAME_IDS: Final = ("Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
-"""Operators that pass token ids on to the table that is read with them."""
 
 
 def require_runtime() -> Any:
@@ -72,7 +70,7 @@ class GraphInputs:
         self.path, self.shapes = Path(path), shapes
         self.dtypes = {entry.name: _DTYPES[entry.type] for entry in session.get_inputs()}
         self.output: str = session.get_outputs()[0].name
-        self._limits = _count_ids(self.path, shapes)
+        self._rows = _count_rows(self.path)
         self.has_batch = all(shape and not isinstance(shape[0], int) for shape in shapes.values())
         self.has_length = any(not isinstance(size, int) for shape in shapes.values() for size in shape[1:])
 
@@ -85,7 +83,7 @@ class GraphInputs:
             if np.issubdtype(self.dtypes[name], np.floating):
                 arrays[name] = random.standard_normal(sizes).astype(self.dtypes[name])
             else:
-                most = self._limits.get(name)  # some models count no position for padding, whose number is small
+                most = self._rows.get(name)  # some models count no position for padding, whose number is small
                 ids = np.ones(sizes) if most is None else random.integers(min(4, most - 1), most, sizes)
                 arrays[name] = ids.astype(self.dtypes[name])
         return arrays
@@ -106,21 +104,13 @@ class GraphInputs:
         return longest if longest > 1 else most  # one position also runs where other axes are fixed
 
 
-def _count_ids(path: Path, names: Mapping[str, object]) -> dict[str, int]:
+def _count_rows(path: Path) -> dict[str, int]:
     """By input of token ids: rows of the smallest table that is read with it."""
     import onnx
 
+    from shd_ref.teacher.graph.inputs import count_rows
+
     try:
-        graph = onnx.load(path, load_external_data=False).graph
+        return count_rows(onnx.load(path, load_external_data=False))
     except Exception as error:  # protobuf's and the file system's
         raise ShdError("read-failed", f"{path} must be an ONNX graph: {error}") from error
-    rows = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
-    source = {name: name for name in names}
-    limits: dict[str, int] = {}
-    for node in graph.node:  # in an order in which values are made before they are used
-        if node.op_type in _SAME_IDS and node.input[0] in source:
-            source[node.output[0]] = source[node.input[0]]
-        elif node.op_type == "Gather" and node.input[0] in rows and node.input[1] in source:
-            name = source[node.input[1]]
-            limits[name] = min(limits.get(name, rows[node.input[0]]), rows[node.input[0]])
-    return limits

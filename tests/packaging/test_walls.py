@@ -177,6 +177,7 @@ ALLOWED_IN_TORCH = {
     "shd_ref.layers",
     "shd_ref.merging.plans",
     "shd_ref.shrink",
+    "shd_ref.teacher.graph.inputs",
     "shd_ref.teacher.options",
     "shd_ref.teacher.sentence_folder",
     "shd_ref.teacher.sources",

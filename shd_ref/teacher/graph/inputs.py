@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shd_ref.errors import ShdError, graph_invalid, graph_unsupported
-from shd_ref.teacher.opening.model import CONTRIB_DOMAIN, STANDARD_DOMAINS, ir, onnx, take_weights
+from shd_ref.teacher.opening.model import CONTRIB_DOMAIN, STANDARD_DOMAINS, ir, kinds, onnx, take_weights
 from shd_ref.teacher.options import PAD_KEY
 from shd_ref.teacher.session import open_session, run_bounded
 
@@ -164,7 +164,7 @@ class InputSizes:
         return self.length if position or _LENGTH.search(name) else self.batch
 
 
-_SAME_NUMBERS: Final = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_SAME_NUMBERS: Final = kinds("Cast Expand Flatten Identity Reshape Squeeze Transpose Unsqueeze")
 _SAME_ROWS: Final = frozenset({"Cast", "DequantizeLinear", "Identity"})
 _GATHERS: Final = frozenset({"Gather", "GatherBlockQuantized"})
 
