@@ -42,7 +42,7 @@ from benchmarks.study.digits import load_digits
 from benchmarks.study.tasks.vit_s import DEVIATION, MEAN
 from benchmarks.texts import HELD, dolly, processor, sample, wikitext, write_texts
 from shd_ref.teacher.study.intervals import half_width
-from shd_torch.compress.options import CompressOptions, Wish
+from shd_torch.compress.options import CompressOptions, Target
 from shd_torch.compress.run import study_teacher
 from shd_torch.compress.samples import BATCH, divide, read_rows
 from shd_torch.compress.search import (
@@ -117,9 +117,9 @@ def choose_arms(
     kept = Design(tuple(even), whole.heads[:count], whole.neurons[:count])
     limits = run.find(f"kept-{count}", lambda: price_designs(run, [kept])[0])
     limits[-1] = float("inf")  # of bytes
-    wish = Wish(f"{count}l", f"as fast as {count} layers", limits)
-    candidates = run.find(f"candidates-{count}", partial(find_candidates, run, costs, worths, wish))
-    _, best = compare(run, wish, candidates, config)
+    target = Target(f"{count}l", f"as fast as {count} layers", limits)
+    candidates = run.find(f"candidates-{count}", partial(find_candidates, run, costs, worths, target))
+    _, best = compare(run, target, candidates, config)
     config = replace(config, learning_rate=best["learning_rate"])
     alone = replace(space, heads=whole.heads[:1], neurons=whole.neurons[:1])
     row = [[values[0]] for values in costs.heads], [[values[0]] for values in costs.neurons]
@@ -240,7 +240,7 @@ def probe_students(run: Run, students: list[dict[str, Any]]) -> dict[str, Any]:
     for student in students:
         rate = student.get("learning_rate", RATES[1])
         config = TrainingConfig(run.samples.train, run.folder, 0, run.options.seed, False, rate)
-        answer = probe_shd(run, Wish(student["name"], student["wish"], []), student["chosen"], config)
+        answer = probe_shd(run, Target(student["name"], student["wish"], []), student["chosen"], config)
         answers[student["name"]] = answer | {"machine": processor()}
         print(student["name"], answer, flush=True)
     return answers

@@ -35,7 +35,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from benchmarks import SHARED, minilm_folder, result_path, save
 from benchmarks.texts import processor, wikitext
 from shd_ref.teacher.study.intervals import half_width
-from shd_torch.compress.options import CompressOptions, Wish
+from shd_torch.compress.options import CompressOptions, Target
 from shd_torch.compress.run import _open_run
 from shd_torch.compress.samples import batches
 from shd_torch.compress.search import Costs, Worths, find_candidates, measure_costs, measure_worths
@@ -174,32 +174,32 @@ class Bench:
         return figures | {"precisions": [precisions[query] for query in sorted(precisions)]}
 
 
-def search(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any], list[dict[str, Any]], Any]:
+def search(run: Run, arguments: argparse.Namespace) -> tuple[Target, dict[str, Any], list[dict[str, Any]], Any]:
     """The design for a share of the time of the teacher in int8, as ``compress`` finds it."""
     run.search = replace(run.search, fractions=FRACTIONS[:2], judged=32, steps=(50, 150))
     run.space = find_space(run.sizes, run.family, run.model.config, run.search.fractions)
     costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
     assert costs.teacher_int8 is not None
     limits = [seconds / arguments.faster for seconds in costs.teacher_int8[:-1]]
-    wish = Wish("half", f"{arguments.faster:g} times faster than the teacher in int8", [*limits, math.inf])
+    target = Target("half", f"{arguments.faster:g} times faster than the teacher in int8", [*limits, math.inf])
     worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
-    candidates = run.find("candidates", lambda: find_candidates(run, costs, worths, wish))
+    candidates = run.find("candidates", lambda: find_candidates(run, costs, worths, target))
     config = prepare_training(run)
-    tried, best = compare(run, wish, candidates, config)
+    tried, best = compare(run, target, candidates, config)
     shown = [{name: row[name] for name in ("text", "untrained", "rounds")} for row in tried]
-    return wish, best, shown, replace(config, learning_rate=best["learning_rate"])
+    return target, best, shown, replace(config, learning_rate=best["learning_rate"])
 
 
-def take(run: Run, arguments: argparse.Namespace) -> tuple[Wish, dict[str, Any], list[dict[str, Any]], Any]:
+def take(run: Run, arguments: argparse.Namespace) -> tuple[Target, dict[str, Any], list[dict[str, Any]], Any]:
     """A given design: kept layers, and the heads and neurons of each."""
     design = Design(*(tuple(map(int, counts.split(","))) for counts in arguments.design.split(":")))
     best = {"number": 0, "design": asdict(design), "text": design.describe(run.space)}
-    return Wish("given", "the design that is given", []), best, [], prepare_training(run)
+    return Target("given", "the design that is given", []), best, [], prepare_training(run)
 
 
 def compress(run: Run, arguments: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     run.find("teacher", lambda: run.write_graphs(run.model, "teacher") and None, "graphs/teacher.*")
-    wish, best, tried, config = (take if arguments.design else search)(run, arguments)
+    target, best, tried, config = (take if arguments.design else search)(run, arguments)
     bench = Bench(run, rows)
     teachers = {
         name: run.find(f"judged {name}", lambda path=path: bench.measure(path))  # type: ignore[misc]
@@ -210,7 +210,7 @@ def compress(run: Run, arguments: argparse.Namespace, rows: Sequence[dict[str, A
         name = f"student-{arguments.steps}-{seed}"
 
         def make(seed: int = seed, name: str = name) -> dict[str, Any]:
-            shrunk, trained = _make(run, wish, best["number"], best), run.folder / f"trained-{name}"
+            shrunk, trained = _make(run, target, best["number"], best), run.folder / f"trained-{name}"
             whole = replace(config, steps=arguments.steps, seed=seed)
             folder = run.folder / f"training-{name}"
             train(run.task, shrunk.student, run.space.num_layers, whole, folder, run.tell("training"))

@@ -437,12 +437,12 @@ def compress(
     has_place = dry_run or out is not None
     need(has_place, "argument-value", "--out", "be given, a new folder for the student", "none")
     out = None if dry_run else out
-    wishes = options or CompressOptions()  # which refuses that nothing is wanted
+    search_options = options or CompressOptions()  # which refuses to have no target
     check_files(teacher, "teacher")
     for argument, path in [*(("data", path) for path in data), ("held_out", held_out)]:
         if path is not None:
-            columns = Columns(wishes.text_column, wishes.pair_column)
-            open_rows(path, teacher, wishes.max_length, argument, columns=columns)
+            columns = Columns(search_options.text_column, search_options.pair_column)
+            open_rows(path, teacher, search_options.max_length, argument, columns=columns)
     if out is not None:
         new_folder(out)
     from shd_torch.compress.run import compress as run
@@ -451,7 +451,7 @@ def compress(
 
     hide_weight_bars()
     with show_progress("stages") as (on_step,):
-        settings: dict[str, Any] = {"options": wishes, "held_out": held_out}
+        settings: dict[str, Any] = {"options": search_options, "held_out": held_out}
         settings["progress"] = lambda done, total, what: on_step(done, total, says=what)
         if out is None:
             lines = forecast(teacher, data, **settings)

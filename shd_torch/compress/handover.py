@@ -28,7 +28,7 @@ def judge_graphs(
 
 
 def hand_over(home: Path, folder: Path, teacher: Path, document: dict[str, Any]) -> None:
-    """The folder, whole or not at all: one student's, or one in it for each of several wishes."""
+    """The folder, whole or not at all: one student's, or one in it for each of several targets."""
     with drafting(folder, home / "hand-over") as draft:
         draft.mkdir()
         students = document["students"]

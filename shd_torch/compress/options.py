@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -14,9 +14,9 @@ from shd_ref.integers import check_integer, check_number
 from shd_ref.teacher.options import FLOATS, FROM_0, FROM_1, INTEGERS, OPTIONS, panel, read_by
 
 FASTEST: Final = "fastest"
-"""The name of the wish where only a quality is asked for."""
+"""The name of the target where only a quality is asked for."""
 
-WISHES = panel("What is wanted", 1)
+TARGETS = panel("What is wanted", 1)
 RUNNING = panel("How it will be run", 2)
 LOOKING = panel("How long to look", 3)
 READING = panel("How texts are read", 4)
@@ -60,10 +60,10 @@ class CompressOptions:
         static: Write static/ too, a table of one vector a token for sentence-transformers; of sentence encoders.
     """
 
-    faster: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
-    ms: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
-    mb: Annotated[tuple[float, ...], WISHES, FLOATS] = ()
-    at_least: Annotated[float | tuple[str, float] | None, WISHES, read_by(_read_least, "NUMBER")] = None
+    faster: Annotated[tuple[float, ...], TARGETS, FLOATS] = ()
+    ms: Annotated[tuple[float, ...], TARGETS, FLOATS] = ()
+    mb: Annotated[tuple[float, ...], TARGETS, FLOATS] = ()
+    at_least: Annotated[float | tuple[str, float] | None, TARGETS, read_by(_read_least, "NUMBER")] = None
     batch: Annotated[tuple[int, ...], RUNNING, INTEGERS] = (1, 32)
     length: Annotated[tuple[int, ...], RUNNING, INTEGERS] = ()
     threads: Annotated[int, RUNNING, FROM_1] = 1
@@ -81,21 +81,21 @@ class CompressOptions:
     static: Annotated[bool, Parameter(negative="")] = False
 
     def __post_init__(self) -> None:
-        targets = list(self.targets())
-        for name, number in (*targets, ("minutes", self.minutes), ("learning_rate", self.learning_rate)):
+        requests = self.requests
+        for name, number in (*requests, ("minutes", self.minutes), ("learning_rate", self.learning_rate)):
             if number is not None:
                 check_number(name, number, above=1 if name == "faster" else 0)
         if self.at_least is not None:
             check_number("at_least", self.least[1], above=0, most=1)
         for name, count in (("candidates", self.most_candidates), ("threads", self.threads)):
             check_integer(name, count, 1, None)
-        is_one = len({name for name, _ in targets}) <= 1 and len(set(targets)) == len(targets)
-        got = ", ".join(f"{name} {value:g}" for name, value in targets)
+        is_one = len({name for name, _ in requests}) <= 1 and len(set(requests)) == len(requests)
+        got = ", ".join(f"{name} {value:g}" for name, value in requests)
         need(is_one, "argument-value", "faster, ms and mb", "not be mixed, and hold each number once", got)
-        is_any = bool(targets) or self.at_least is not None
+        is_any = bool(requests) or self.at_least is not None
         need(is_any, "argument-value", "faster, ms, mb or at_least", "be given", "none")
         remedy = "say how fast the student shall be"
-        is_ladder = self.kept_layers and not targets
+        is_ladder = self.kept_layers and not requests
         need(not is_ladder, "argument-value", "kept_layers", "go with faster, ms or mb", "none", remedy=remedy)
         is_single = not self.ms or len(self.batch) * max(len(self.length), 1) == 1
         got = f"batch {self.batch} and length {self.length}"
@@ -118,29 +118,34 @@ class CompressOptions:
         """For each target."""
         return self.candidates if self.candidates is not None else 2 if self.quick else 4
 
-    def targets(self) -> Iterator[tuple[str, float]]:
-        """All that are given: the name of an option and a number."""
-        for name in ("faster", "ms", "mb"):
-            yield from ((name, value) for value in getattr(self, name))
+    @property
+    def requests(self) -> list[tuple[str, float]]:
+        """The options among ``faster``, ``ms`` and ``mb`` that are given, each with one of its numbers."""
+        return [(name, value) for name in ("faster", "ms", "mb") for value in getattr(self, name)]
 
-    def wishes(self, teacher: Sequence[float]) -> list[Wish]:
+    @property
+    def num_targets(self) -> int:
+        """How many students are searched for."""
+        return max(len(self.requests), 1)
+
+    def targets(self, teacher: Sequence[float]) -> list[Target]:
         """One for each target, or the one for a quality alone; ``teacher`` is its row of costs."""
         free = [math.inf] * len(teacher)
-        wishes = []
-        for name, value in self.targets():
+        targets = []
+        for name, value in self.requests:
             if name == "faster":
                 limits = [*(seconds / value for seconds in teacher[:-1]), math.inf]
-                wishes.append(Wish(f"{value:g}x", f"{value:g} times faster", limits, value))
+                targets.append(Target(f"{value:g}x", f"{value:g} times faster", limits, value))
             elif name == "ms":
-                wishes.append(Wish(f"{value:g}ms", f"{value:g} ms", [value / 1e3, math.inf]))
+                targets.append(Target(f"{value:g}ms", f"{value:g} ms", [value / 1e3, math.inf]))
             else:
-                wishes.append(Wish(f"{value:g}mb", f"{value:g} MB", [*free[:-1], 1e6 * value]))
+                targets.append(Target(f"{value:g}mb", f"{value:g} MB", [*free[:-1], 1e6 * value]))
         name, least = self.least
-        return wishes or [Wish(FASTEST, f"{name} of at least {least:g}", free)]
+        return targets or [Target(FASTEST, f"{name} of at least {least:g}", free)]
 
 
 @dataclass(frozen=True)
-class Wish:
+class Target:
     """One student that is wanted.
 
     Attributes:

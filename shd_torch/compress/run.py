@@ -1,4 +1,4 @@
-"""``compress``: from a teacher and a wish to a student that is deployed, in stages that a killed run keeps."""
+"""``compress``: from a teacher and a target to a student that is deployed, in stages that a killed run keeps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compress(
         attention, sizes in bytes.
 
     Raises:
-        ShdError: ``argument-value`` for wishes that contradict each other or that no student meets, with the fastest
+        ShdError: ``argument-value`` for targets that contradict each other or that no student meets, with the fastest
             that is possible; what ``shrink``, ``export_student``, ``precompute`` and ``SHDTrainer`` raise.
     """
     folder, source, judged = new_folder(out), Path(teacher), None if held_out is None else Path(held_out)
@@ -148,7 +148,7 @@ def forecast(
         # Later turns of a graph take as long as the first one: the time of one round is known after it.
         graph = time.monotonic() - started + (LEAST_ROUNDS - 1) * later_turns(turns)
         schedule = run.schedule(_measure_paces(run, run.model, graph))
-        space, count = run.space, options.most_candidates * max(len(list(options.targets())), 1)
+        space, count = run.space, options.most_candidates * options.num_targets
         heads, neurons = (", ".join(str(n or "none") for n in counts) for counts in (space.heads, space.neurons))
         words = {
             "costs": f"heads {heads}; neurons {neurons}",
@@ -180,7 +180,7 @@ def _compress(run: Run) -> dict[str, Any]:
     graph = teacher.pop("graph_seconds")
     figures = teacher["quality"]["float"]
     # Without a target it also chooses among candidates, on samples without labels.
-    read_measure(figures if any(run.options.targets()) else figures | {"labels": {}}, run.options.least[0])
+    read_measure(figures if run.options.requests else figures | {"labels": {}}, run.options.least[0])
     lengths = sorted(map(length_of, run.samples.train))
     document: dict[str, Any] = {
         "format": 1,
@@ -208,23 +208,24 @@ def _compress(run: Run) -> dict[str, Any]:
     costs = Costs(**run.find("costs", lambda: asdict(measure_costs(run))))
     run.announce("parts", "worths")
     worths = Worths(**run.find("worths", lambda: asdict(measure_worths(run))))
-    wishes = run.options.wishes(costs.teacher)
+    targets = run.options.targets(costs.teacher)
     run.announce("candidates")
     candidates = [
-        run.find(f"candidates-{wish.name}", partial(find_candidates, run, costs, worths, wish)) for wish in wishes
+        run.find(f"candidates-{target.name}", partial(find_candidates, run, costs, worths, target))
+        for target in targets
     ]
     run.announce("cache")
     shared = prepare_training(run, schedule.samples)
     document["static"] = judge_static(run, shared)
-    for number, (wish, rows) in enumerate(zip(wishes, candidates, strict=True)):
-        end = run.spent + run.left / (len(wishes) - number)
+    for number, (target, rows) in enumerate(zip(targets, candidates, strict=True)):
+        end = run.spent + run.left / (len(targets) - number)
         run.announce("short trainings")
-        tried, best = compare(run, wish, rows, shared)
+        tried, best = compare(run, target, rows, shared)
         rivals = [row for row in tried if row["keeps_layers"] and row is not best and run.options.kept_layers]
         middle = run.spent + (end - run.spent) / (1 + len(rivals))
-        document["students"].append(train_best(run, wish, best, shared, middle) | {"tried": tried})
+        document["students"].append(train_best(run, target, best, shared, middle) | {"tried": tried})
         for row in rivals:  # as long
-            document["students"].append(train_best(run, wish, row, shared, end, is_rival=True) | {"tried": []})
+            document["students"].append(train_best(run, target, row, shared, end, is_rival=True) | {"tried": []})
     return document | {"costs": asdict(costs), "worths": asdict(worths)}
 
 
@@ -247,10 +248,10 @@ def study_teacher(run: Run) -> dict[str, Any]:
 
 def _teacher_suffices(options: CompressOptions, teacher: Mapping[str, Any]) -> bool:
     """Whether int8 alone gives what is asked for."""
-    if options.go_on or options.static or not options.int8 or len(list(options.targets())) != 1:
+    if options.go_on or options.static or not options.int8 or len(options.requests) != 1:
         return False
     before, after = ([*teacher["seconds"][kind], teacher["bytes"][kind]] for kind in ("float", "int8"))
-    (wish,) = options.wishes(before)
-    is_reached = all(cost <= limit for cost, limit in zip(after, wish.limits, strict=True))
+    (target,) = options.targets(before)
+    is_reached = all(cost <= limit for cost, limit in zip(after, target.limits, strict=True))
     name, least = options.least
     return is_reached and bool(read_measure(teacher["quality"]["int8"], name) >= (least or ENOUGH))

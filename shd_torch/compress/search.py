@@ -1,4 +1,4 @@
-"""Which students are tried: what their parts cost, what these are worth, and the best within the limits of a wish.
+"""Which students are tried: what their parts cost, what these are worth, and the best within the limits of a target.
 
 Costs are measured on students with random weights in onnxruntime and added up; worths are rises of the loss where one
 part is smaller and what is left refitted. An integer programme chooses, and the chosen are timed themselves.
@@ -20,7 +20,7 @@ from torch import nn
 
 from shd_ref.errors import ShdError
 from shd_torch.checks import without_autocast
-from shd_torch.compress.options import FASTEST, Wish
+from shd_torch.compress.options import FASTEST, Target
 from shd_torch.compress.space import NONE, Design, Space
 from shd_torch.compress.stages import TEACHER, TEACHER_INT8, Run
 from shd_torch.compress.task import model_run
@@ -319,22 +319,22 @@ _SPEEDS: Final = 5
 """That are tried where only a quality is asked for."""
 
 
-def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[dict[str, Any]]:
+def find_candidates(run: Run, costs: Costs, worths: Worths, target: Target) -> list[dict[str, Any]]:
     """The best students, or one for each of several speeds; those that are too slow when timed are chosen again.
 
     Raises:
         ShdError: ``argument-value`` where no student is small enough.
     """
     space, most = run.space, run.options.most_candidates
-    is_ladder = wish.name == FASTEST
+    is_ladder = target.name == FASTEST
     pending = [
         (design, limits)
-        for limits in (_ladder(space, costs) if is_ladder else [wish.limits])
+        for limits in (_ladder(space, costs) if is_ladder else [target.limits])
         for design in choose_designs(space, costs, worths, limits)[: 1 if is_ladder else most]
     ]
-    whole_layers = None if is_ladder else keep_layers(space, costs, worths, wish.limits)
-    if whole_layers is not None and (whole_layers, wish.limits) not in pending:
-        pending.append((whole_layers, wish.limits))
+    whole_layers = None if is_ladder else keep_layers(space, costs, worths, target.limits)
+    if whole_layers is not None and (whole_layers, target.limits) not in pending:
+        pending.append((whole_layers, target.limits))
     candidates: dict[Design, dict[str, Any]] = {}
     for _ in range(_REPEATS):
         if not pending:
@@ -367,7 +367,7 @@ def find_candidates(run: Run, costs: Costs, worths: Worths, wish: Wish) -> list[
         fastest = costs.predict(_smallest(space), space)
         speed = min(before / after for before, after in zip(costs.teacher[:-1], fastest[:-1], strict=True))
         smallest = f"the smallest student is about {speed:.2g} times faster, with {fastest[-1] / 1e6:.3g} MB"
-        raise ShdError("argument-value", f"the target must be met by some student; got {wish.text}: {smallest}")
+        raise ShdError("argument-value", f"the target must be met by some student; got {target.text}: {smallest}")
     return sorted(candidates.values(), key=lambda row: float(row["predicted_loss"]))
 
 

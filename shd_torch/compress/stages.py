@@ -122,7 +122,7 @@ def plan_schedule(
     """Divide what is left of the minutes after ``spent`` seconds; ``may_gain``: whether SHD is worth a trial."""
     whole = 60 * options.most_minutes
     # More than the long trainings read once would be the teacher's time for nothing.
-    students = max(len(list(options.targets())), 1) * (1 + options.kept_layers)
+    students = options.num_targets * (1 + options.kept_layers)
     read = _TRAINED * whole / (students * _STUDENT * paces.step)
     samples = min(num_samples, max(int(min(_CACHED * whole / paces.forward, read)), 1) * BATCH)
     schedule = None
@@ -143,19 +143,19 @@ def plan_schedule(
 
 def _estimate(options: CompressOptions, paces: Paces, search: Search, space: Space, samples: int) -> dict[str, float]:
     """Seconds of all stages but the teacher's and the long training."""
-    wishes = max(len(list(options.targets())), 1)
+    targets = options.num_targets
     # Kept layers are one more candidate, with its own choice of a learning rate.
-    tried, parts = (options.most_candidates + 1) * wishes, len(space.heads) + len(space.neurons) - 1
+    tried, parts = (options.most_candidates + 1) * targets, len(space.heads) + len(space.neurons) - 1
     first, second = search.steps
-    trainings = (tried + wishes * _PROBES * search.tries_shd) * first + tried / 2 * second
-    trainings += 2 * wishes * (_RATES - 1) * search.rate_steps
+    trainings = (tried + targets * _PROBES * search.tries_shd) * first + tried / 2 * second
+    trainings += 2 * targets * (_RATES - 1) * search.rate_steps
     return {
         "costs": (len(space.heads) + len(space.neurons)) * paces.graph,
         "parts": _WEIGHED * parts * space.num_layers * paces.forward * search.judged / 64,
         "candidates": tried * (paces.graph + _SHRUNK * paces.forward),
         "cache": samples / BATCH * paces.forward,
         "short trainings": _STUDENT * trainings * paces.step,
-        "graphs": _ENDING * wishes * paces.graph,
+        "graphs": _ENDING * targets * paces.graph,
     }
 
 

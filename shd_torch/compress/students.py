@@ -29,7 +29,7 @@ from shd_ref.teacher.options import PrecomputeOptions
 from shd_ref.teacher.precompute.engine import precompute
 from shd_ref.teacher.study.intervals import half_width
 from shd_torch.compress.handover import judge_graphs
-from shd_torch.compress.options import FASTEST, Wish
+from shd_torch.compress.options import FASTEST, Target
 from shd_torch.compress.samples import BATCH, Row, add_crops, collate, collate_with_labels, row_source, training_order
 from shd_torch.compress.space import Design
 from shd_torch.compress.stages import STATIC, Run, half_is_faster
@@ -63,10 +63,10 @@ def prepare_training(run: Run, samples: int | None = None) -> TrainingConfig:
         export_teacher(run.model, inputs, run.graphs / MAPS, with_states=with_states)
 
     run.find("maps", write_maps, f"graphs/{MAPS}*")
-    targets = _write_cache(run, rows, run.task.targets(run.space.num_layers), "cache", "the teacher runs")
+    cached = _write_cache(run, rows, run.task.targets(run.space.num_layers), "cache", "the teacher runs")
     run.progress(0, 0, "steps of training are timed")
     half = run.find("half", lambda: half_is_faster(copy.deepcopy(run.model), rows))
-    return TrainingConfig(rows, targets, 0, seed, half, run.options.learning_rate or RATES[1])
+    return TrainingConfig(rows, cached, 0, seed, half, run.options.learning_rate or RATES[1])
 
 
 def _write_cache(run: Run, rows: Sequence[Row], options: PrecomputeOptions, name: str, what: str) -> Path:
@@ -78,17 +78,17 @@ def _write_cache(run: Run, rows: Sequence[Row], options: PrecomputeOptions, name
 
 
 def compare(
-    run: Run, wish: Wish, rows: list[dict[str, Any]], config: TrainingConfig
+    run: Run, target: Target, rows: list[dict[str, Any]], config: TrainingConfig
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All candidates after short trainings, the longer one of the better half only, with learning rates; the best."""
     tried = []
     for number, row in enumerate(rows):
-        student, judge = _make(run, wish, number, row).student, run.judge("choices")
-        quality = run.find(f"untrained-{wish.name}-{number}", lambda: asdict(judge.measure(model_run(student))))  # noqa: B023
+        student, judge = _make(run, target, number, row).student, run.judge("choices")
+        quality = run.find(f"untrained-{target.name}-{number}", lambda: asdict(judge.measure(model_run(student))))  # noqa: B023
         tried.append(row | {"number": number, "untrained": quality, "rounds": []})
     rivals = [row for row in tried if row["keeps_layers"]]  # with a rate that suits them, and as many steps
     for row in [*tried[:1], *rivals]:
-        row["learning_rate"] = _choose_rate(run, wish, row, config)
+        row["learning_rate"] = _choose_rate(run, target, row, config)
     for row in tried:
         row.setdefault("learning_rate", tried[0]["learning_rate"])
     running = tried
@@ -96,18 +96,18 @@ def compare(
         if len(running) == 1 and running[0]["rounds"]:
             break
         for row in running:
-            row["rounds"].append(_train_short(run, wish, row, _short(row, config, steps)))
+            row["rounds"].append(_train_short(run, target, row, _short(row, config, steps)))
         running = sorted(running, key=lambda row: row["rounds"][-1]["value"], reverse=True)
-        if wish.name != FASTEST:
+        if target.name != FASTEST:
             running = running[: (len(running) + 1) // 2]
     best = running[0]
-    if wish.name == FASTEST:  # it gets better still, which only makes the answer safe
+    if target.name == FASTEST:  # it gets better still, which only makes the answer safe
         name, least = run.options.least
         good = [row for row in running if read_measure(row["rounds"][-1], name) >= least]
         best = min(good, key=lambda row: row["seconds"][0], default=best)
     for row in rivals:
         for result in best["rounds"][len(row["rounds"]) :]:
-            row["rounds"].append(_train_short(run, wish, row, _short(row, config, result["steps"])))
+            row["rounds"].append(_train_short(run, target, row, _short(row, config, result["steps"])))
     return tried, best
 
 
@@ -115,14 +115,14 @@ def _short(row: Mapping[str, Any], config: TrainingConfig, steps: int) -> Traini
     return replace(config, steps=steps, learning_rate=row["learning_rate"])
 
 
-def _choose_rate(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> float:
+def _choose_rate(run: Run, target: Target, row: Mapping[str, Any], config: TrainingConfig) -> float:
     """The learning rate that is best for a candidate after a short training, unless one was asked for."""
 
     @cache
     def quality(number: int) -> float:
         try:
             short = replace(config, steps=run.search.rate_steps, learning_rate=RATES[number])
-            return float(_train_short(run, wish, row, short)["value"])
+            return float(_train_short(run, target, row, short)["value"])
         except ShdError as error:
             if error.code != "not-finite":
                 raise
@@ -136,9 +136,9 @@ def _choose_rate(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingC
     return run.options.learning_rate or RATES[best]
 
 
-def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
+def _make(run: Run, target: Target, number: int, row: Mapping[str, Any]) -> Shrunk:
     """A candidate as shrunk, before any training."""
-    folder = run.folder / f"shrunk-{wish.name}-{number}"
+    folder = run.folder / f"shrunk-{target.name}-{number}"
 
     def make() -> None:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before it recorded the folder
@@ -158,12 +158,12 @@ def _make(run: Run, wish: Wish, number: int, row: Mapping[str, Any]) -> Shrunk:
     return shrunk
 
 
-def _train_short(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
+def _train_short(run: Run, target: Target, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
     """A candidate's quality after some steps, from its start."""
-    name = f"{wish.name}-{row['number']}-{config.steps}-{config.learning_rate:g}-{config.seed}{'-shd' * config.shd}"
+    name = f"{target.name}-{row['number']}-{config.steps}-{config.learning_rate:g}-{config.seed}{'-shd' * config.shd}"
 
     def measure() -> dict[str, Any]:
-        student = _make(run, wish, row["number"], row).student
+        student = _make(run, target, row["number"], row).student
         folder, tell = run.folder / f"short-{name}", run.tell(f"candidate {row['number'] + 1} trains")
         pace = train(run.task, student, run.space.num_layers, config, folder, tell)
         shutil.rmtree(folder, ignore_errors=True)
@@ -173,9 +173,9 @@ def _train_short(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingC
     return quality
 
 
-def _with_maps(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig, name: str) -> TrainingConfig:
+def _with_maps(run: Run, target: Target, row: Mapping[str, Any], config: TrainingConfig, name: str) -> TrainingConfig:
     """The training with SHD: a cache with merged maps too, for layers with the most frequent number of heads."""
-    report = _make(run, wish, row["number"], row).report
+    report = _make(run, target, row["number"], row).report
     heads = [count for count in row["design"]["heads"] if count]
     frequent = mode(heads)
     plans = [layer["plan"] for layer in report["layers"] if layer["case"] != "dropped"]
@@ -191,18 +191,18 @@ def _with_maps(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingCon
     return replace(config, cache=_write_cache(run, config.rows, options, name, "maps are merged"), shd=True)
 
 
-def probe_shd(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
+def probe_shd(run: Run, target: Target, row: Mapping[str, Any], config: TrainingConfig) -> dict[str, Any]:
     """The gain of SHD in a short training: losses of pairs with the same order of samples, an interval over seeds."""
     steps = run.search.steps[0]
     config = replace(config, rows=config.rows[: steps * BATCH], steps=steps)
     try:
-        config = _with_maps(run, wish, row, config, f"probe-{wish.name}")
+        config = _with_maps(run, target, row, config, f"probe-{target.name}")
     except ShdError as error:  # of a graph whose attention cannot be found
         return {"is_used": False, "why": f"SHD was not tried: {error}"}
     gains = []
     for seed in range(1000, 1000 + SHD_SEEDS):
         without, with_maps = (
-            _train_short(run, wish, row, replace(config, seed=seed, shd=has_maps)) for has_maps in (False, True)
+            _train_short(run, target, row, replace(config, seed=seed, shd=has_maps)) for has_maps in (False, True)
         )
         gains.append(without["loss"] - with_maps["loss"])
     shutil.rmtree(config.cache, ignore_errors=True)
@@ -213,20 +213,20 @@ def probe_shd(run: Run, wish: Wish, row: Mapping[str, Any], config: TrainingConf
 
 
 def train_best(
-    run: Run, wish: Wish, row: dict[str, Any], config: TrainingConfig, end: float, *, is_rival: bool = False
+    run: Run, target: Target, row: dict[str, Any], config: TrainingConfig, end: float, *, is_rival: bool = False
 ) -> dict[str, Any]:
     """The chosen student after its whole training, with its graphs judged and timed by ``end`` seconds of the run.
 
-    ``is_rival``: kept layers for the same wish, whose results have names that end in ``-kept``.
+    ``is_rival``: kept layers for the same target, whose results have names that end in ``-kept``.
     """
-    name, title = wish.name + "-kept" * is_rival, "kept layers, " * is_rival + wish.text
+    name, title = target.name + "-kept" * is_rival, "kept layers, " * is_rival + target.text
     config = replace(config, learning_rate=row["learning_rate"])
     shd = {"is_used": False, "why": "SHD was not tried"}
     if run.search.tries_shd:
-        shd = run.find(f"shd-{name}", lambda: probe_shd(run, wish, row, config))
+        shd = run.find(f"shd-{name}", lambda: probe_shd(run, target, row, config))
 
     def count_steps() -> int:
-        seconds = end - run.spent - run.seconds["graphs"] / max(len(list(run.options.targets())), 1)
+        seconds = end - run.spent - run.seconds["graphs"] / run.options.num_targets
         return max(run.search.steps[0], int(seconds / max(row["rounds"][-1]["pace"], 1e-6)))
 
     steps = run.find(f"steps-{name}", count_steps)
@@ -235,8 +235,8 @@ def train_best(
 
     def make() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        used = _with_maps(run, wish, row, config, f"cache-{name}") if shd["is_used"] else config
-        shrunk, whole = _make(run, wish, row["number"], row), replace(used, steps=steps)
+        used = _with_maps(run, target, row, config, f"cache-{name}") if shd["is_used"] else config
+        shrunk, whole = _make(run, target, row["number"], row), replace(used, steps=steps)
         train(run.task, shrunk.student, run.space.num_layers, whole, checkpoints, run.tell(f"{title}: training"))
         modules = read_modules(run.teacher, run.sizes.hidden, run.sizes.hidden)
         save_student(shrunk.student, shrunk.report, folder, run.teacher, modules)
@@ -244,12 +244,12 @@ def train_best(
     run.find(folder.name, make, f"{folder.name}/**/*")
     shutil.rmtree(checkpoints, ignore_errors=True)
     trained = read_made(folder).student
-    result = run.find(f"result-{name}", lambda: _judge_student(run, wish, name, trained), f"graphs/{name}.*")
+    result = run.find(f"result-{name}", lambda: _judge_student(run, target, name, trained), f"graphs/{name}.*")
     student = {"wish": title, "name": name, "chosen": row, "shd": shd, "steps": steps}
     return student | {"learning_rate": config.learning_rate, **result}
 
 
-def _judge_student(run: Run, wish: Wish, name: str, student: Any) -> dict[str, Any]:
+def _judge_student(run: Run, target: Target, name: str, student: Any) -> dict[str, Any]:
     """Its graphs, judged on samples that no choice saw, and timed by turns with the teacher's."""
     run.progress(0, 0, "the student is exported")
     graphs = run.write_graphs(student, name)
@@ -261,14 +261,14 @@ def _judge_student(run: Run, wish: Wish, name: str, student: Any) -> dict[str, A
     kind = [*graphs][-1]
     deployed = [entry for entry in times if entry.graph == kind]
     costs = [*(entry.wall.median for entry in deployed), result["bytes"][kind]]
-    over = [cost / limit for cost, limit in zip(costs, wish.limits, strict=True)]
-    if wish.speed is not None:  # by turns with the teacher, whose time differs from run to run too
-        over = [wish.speed / entry.times_faster.median for entry in deployed]
+    over = [cost / limit for cost, limit in zip(costs, target.limits, strict=True)]
+    if target.speed is not None:  # by turns with the teacher, whose time differs from run to run too
+        over = [target.speed / entry.times_faster.median for entry in deployed]
     missed = []
     if max(over) > 1 + _MISSED:
         speeds = ", ".join(f"{entry.times_faster.median:.3g}" for entry in deployed)
         got = f"{speeds} times faster, {costs[-1] / 1e6:.3g} MB"
-        missed.append(f"{wish.text} was asked for; the student, by the last timing, is {got}")
+        missed.append(f"{target.text} was asked for; the student, by the last timing, is {got}")
     figure, least = run.options.least
     if run.options.at_least is not None and (value := read_measure(result["quality"][kind], figure)) < least:
         missed.append(f"a {figure} of {least:g} was asked for; the student has {value:.4f}")

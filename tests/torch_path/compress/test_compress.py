@@ -210,7 +210,7 @@ def test_a_target_gets_the_learning_rate_that_suits_it(
     """
     kept, trained, values = 3, [], dict(zip(RATES[1:], qualities, strict=True))
 
-    def train_short(run: Any, wish: Any, row: Any, config: TrainingConfig) -> dict[str, float]:
+    def train_short(run: Any, target: Any, row: Any, config: TrainingConfig) -> dict[str, float]:
         trained.append((row["number"], config.learning_rate, config.steps))
         if row["number"] == kept:
             return {"value": 0.1 * RATES.index(config.learning_rate) - 1, "steps": config.steps}
@@ -222,15 +222,15 @@ def test_a_target_gets_the_learning_rate_that_suits_it(
     monkeypatch.setattr(students, "_make", lambda *_: SimpleNamespace(student=None))
     run: Any = SimpleNamespace(options=OPTIONS, search=Search(), judge=lambda use: None, find=lambda name, make: {})
     config = TrainingConfig([], tmp_path, 0, 0, half=False, learning_rate=RATES[1])
-    (wish,) = OPTIONS.wishes([8.0, 1.0])
-    tried, chosen = students.compare(run, wish, [{"keeps_layers": number == kept} for number in range(4)], config)
+    (target,) = OPTIONS.targets([8.0, 1.0])
+    tried, chosen = students.compare(run, target, [{"keeps_layers": number == kept} for number in range(4)], config)
     assert (len(tried), chosen["number"], chosen["learning_rate"]) == (4, 0, best)
     # All after 100 steps, the better half after 300, kept layers as well.
     runs = [(0, 100), (1, 100), (2, 100), (kept, 100), (0, 300), (1, 300), (kept, 300)]
     assert trained[-7:] == [(number, RATES[3] if number == kept else best, steps) for number, steps in runs]
     assert {steps for _, _, steps in trained[:-7]} == {100}
     run.options = replace(OPTIONS, learning_rate=RATES[2])
-    assert students.compare(run, wish, [{"keeps_layers": False}], config)[1]["learning_rate"] == RATES[2]
+    assert students.compare(run, target, [{"keeps_layers": False}], config)[1]["learning_rate"] == RATES[2]
 
 
 def test_every_second_text_is_also_a_crop() -> None:
@@ -377,15 +377,15 @@ def test_shd_teaches_layers_of_one_number_of_heads(tmp_path: Path) -> None:
     with Unfinished(tmp_path / "run", {}) as keeper:
         run = Run(teacher, OPTIONS, keeper, lambda *_: None, samples)
         config = replace(students.prepare_training(run), steps=1)
-        wish = OPTIONS.wishes([1.0, 1.0])[0]
+        target = OPTIONS.targets([1.0, 1.0])[0]
         row = {"number": 0, "design": asdict(Design((0, 1, 2, 3), (4, 2, NONE, 2), (32, 32, 16, 32)))}
-        taught = students._with_maps(run, wish, row, config, "maps")
+        taught = students._with_maps(run, target, row, config, "maps")
         form = CacheReader(taught.cache).manifest.attention
         assert (form.num_student_heads, form.num_student_layers) == (2, 3)
         assert [(layer.student_layer, layer.teacher_layer) for layer in form.layers] == [(1, 1), (2, 3)]
         trained = []
         for has_maps in (False, True):
-            student = students._make(run, wish, 0, row).student
+            student = students._make(run, target, 0, row).student
             train(run.task, student, 4, replace(taught, shd=has_maps), tmp_path / f"training-{has_maps}")
             trained.append(student.state_dict())
     query = "bert.encoder.layer.3.attention.self.query.weight"  # no layer above it would change it
@@ -438,21 +438,21 @@ def test_graphs_are_timed_at_the_length_of_the_data(tmp_path: Path) -> None:
 def test_a_folder_counts_once_it_is_vouched_for_and_as_it_was_then(tmp_path: Path) -> None:
     teacher, data = write_teacher(tmp_path, "classifier")
     samples = divide(read_rows(data, teacher, None), None, 0)
-    wish = OPTIONS.wishes([1.0])[0]
+    target = OPTIONS.targets([1.0])[0]
     row = {"number": 0, "design": asdict(Design((0, 1), (2, 2), (16, 32)))}
     with Unfinished(tmp_path / "run", {}) as keeper:
         run = Run(teacher, OPTIONS, keeper, lambda *_: None, samples)
-        folder = keeper.folder / f"shrunk-{wish.name}-0"
+        folder = keeper.folder / f"shrunk-{target.name}-0"
         folder.mkdir()
         (folder / "shrink.json").write_text("{}")  # of a run that was killed before it wrote the rest
-        students._make(run, wish, 0, row)
+        students._make(run, target, 0, row)
         before = contents(folder)
-        students._make(run, wish, 0, row)
+        students._make(run, target, 0, row)
         assert contents(folder) == before
         weights = folder / "model.safetensors"
         weights.write_bytes(before["model.safetensors"][:-1] + b"\7")
         with refusal("read-failed", f"damaged files {folder.name}"):
-            students._make(run, wish, 0, row)
+            students._make(run, target, 0, row)
 
 
 @pytest.mark.nightly

@@ -207,7 +207,7 @@ def test_the_teacher_is_that_of_its_library(tmp_path: Path, case: str, monkeypat
 def test_students_of_a_model_kept_in_halves_are_float32(tmp_path: Path) -> None:
     with open_run(tmp_path, "sentences of a model kept in halves") as run:
         row = {"design": asdict(Design((0,), (2,), (16,)))}
-        student = _make(run, next(iter(OPTIONS.wishes([1.0]))), 0, row).student
+        student = _make(run, next(iter(OPTIONS.targets([1.0]))), 0, row).student
         assert {parameter.dtype for parameter in student.parameters()} == {torch.float32}
 
 

@@ -398,7 +398,7 @@ def test_a_cross_encoder_is_that_of_its_library_before_and_after(tmp_path: Path,
         np.testing.assert_allclose(own, expected, atol=2e-5 * np.abs(expected).max())
         # Of an old folder a stock student, of today's one whose layers differ.
         design = Design((0,), (2,), (16,)) if is_old else Design((0, 1), (2, 1), (32, 16))
-        made, folder = _make(run, run.options.wishes([1.0])[0], 0, {"design": asdict(design)}), tmp_path / "student"
+        made, folder = _make(run, run.options.targets([1.0])[0], 0, {"design": asdict(design)}), tmp_path / "student"
         save_student(made.student, made.report, folder, run.teacher, read_modules(run.teacher, 16, 16))
         graph = graph_run(run.write_graphs(made.student, "student")["float"])
         load_student(folder)
