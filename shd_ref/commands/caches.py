@@ -1,4 +1,4 @@
-"""``shd verify``, ``report``, ``ls`` and ``merge``: what is done with a cache."""
+"""``shd verify``, ``report``, ``ls`` and ``merge``: the commands on a cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verify(
     from shd_ref.cache import verify_cache
 
     check_both(teacher, inputs)
-    # What is named wrongly is said before every byte is read.
+    # Wrong names are refused before every byte is read.
     source = None if inputs is None else inputs.open()
     need(teacher is None or teacher.is_file(), "graph-invalid", "--teacher", "be a file", teacher)
     with show_progress("shards") as (on_progress,):

@@ -1,4 +1,4 @@
-"""``shd inspect``: what a teacher's graph holds."""
+"""``shd inspect``: the attention sites and inputs of a teacher's graph."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def inspect(teacher: TeacherPath, /, *, sites: str | None = None) -> Document:
 def report_sites(
     teacher: Path, sites: Sequence[AttentionSite], specs: Sequence[InputSpec], decoder: Collection[str]
 ) -> dict[str, Any]:
-    """What ``shd inspect --json`` prints."""
+    """The document of ``shd inspect --json``."""
     from shd_ref.teacher.graph.inputs import SUPPLIED
 
     entries = [{field: getattr(site, field) for field in _FIELDS.split()} for site in sites]
@@ -110,7 +110,7 @@ def _reasons(sites: Sequence[AttentionSite]) -> list[str]:
 
 
 def _inputs_table(specs: Sequence[InputSpec], decoder: Collection[str]) -> Table:
-    """What a run must be fed; the keys and values of the past, of which there may be a hundred, in one row."""
+    """The inputs of a run; the keys and values of the past, of which there may be a hundred, in one row."""
     table = narrow_table("inputs")
     table.add_column("name", overflow="fold")
     for title in ("dtype", "shape", "comes from"):

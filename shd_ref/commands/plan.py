@@ -69,7 +69,7 @@ def measure(
     samples: int = 8,
     read_bandwidth: float = 500.0,
 ) -> Document:
-    """Forecast the cache of each student (options, and its place if asked for), print it, and return ``--json``."""
+    """Forecast the cache of each student (options, and its place if given), print it, and return ``--json``."""
     from shd_ref.teacher.study.forecast import forecast_cache
 
     documents = []

@@ -39,7 +39,7 @@ STARTS_OVER: Final = "the same command starts over"
 """After a command that keeps nothing of its work."""
 
 _CALLED: Final = {"pairs": "layer_pairs", "inputs": "data"}
-"""What messages of functions below call an argument, and the field that its option comes from."""
+"""Names of arguments in messages of functions below, and the fields of their options."""
 
 _ARGUMENT: Final = re.compile(
     r"^((?:sample \d+ \(key \w+\): )?)"
@@ -87,7 +87,7 @@ def _transform(name: str) -> str:
 
 
 def _show_default(value: Any) -> str | None:
-    """A default as one would type it; none of flags, and of what is simply not given."""
+    """A default as one would type it; none of flags, and of options that are simply left out."""
     if isinstance(value, bool) or value in (None, ()):
         return None
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -127,7 +127,7 @@ class Program:
         panel: Group | None = None,
         after: str = STARTS_OVER,
     ) -> None:
-        """Add a command; ``after`` says what the same one does after it was stopped, or could not write."""
+        """Add a command; ``after``: what the same one does after it was stopped, or could not write."""
         name = name or function.__name__
         self.after[name] = after
 

@@ -1,7 +1,7 @@
-"""What to make of a teacher, how to run and measure it; apart from what runs a graph: commands need not load onnx.
+"""Options of a cache, a run and a measurement; apart from the code that runs a graph: commands need not load onnx.
 
 Commands read these dataclasses as their options: a field is an option of its name, its line under ``Attributes`` the
-text in ``--help``, and its annotation says the panel there, what its text may be and how that is read.
+text in ``--help``, and its annotation has the panel there, the choices, and the function that reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CODECS_OF: Final = {"maps": ("codec", CODECS), "factored": ("factored_codec", FA
 """By form: the field of ``PrecomputeOptions`` that names its codec, and what that can be."""
 
 FORMS: Final = tuple(CODECS_OF)
-"""What records hold: merged maps, or the teacher's queries and keys."""
+"""Forms of attention in records: merged maps, or the teacher's queries and keys."""
 
 PAD_KEY: Final = "squeezing_heads.pad_token_id"
 """Of a graph's metadata: what its model takes for padding among token ids."""
@@ -167,7 +167,7 @@ def _read_shards(option: str, text: str) -> tuple[int, int]:
 
 
 LAST_WORD: Final = "last"
-"""What stands for ``LAST`` among hidden states."""
+"""The word for ``LAST`` among hidden states."""
 
 
 def _read_hidden(option: str, text: str) -> tuple[int, ...]:
@@ -345,13 +345,13 @@ class RunOptions:
     shards: Annotated[tuple[int, int], RUNNING, read_by(_read_shards, "i/n")] = (0, 1)
 
 
-# Beside what they extend: cyclopts reads the names in an annotation where the last class stands.
+# Next to the classes that they extend: cyclopts reads the names in an annotation where the last class stands.
 
 
 @OPTIONS
 @dataclass(frozen=True)
 class PlannedOptions(PrecomputeOptions):
-    """What a cache is to hold, but for what a forecast recommends, and for what it does not meet."""
+    """Options of a cache, without those that a forecast recommends or never uses."""
 
     form: Annotated[str, UNASKED] = PrecomputeOptions.form
     factored_codec: Annotated[str, UNASKED] = PrecomputeOptions.factored_codec
@@ -369,7 +369,7 @@ class MeasuredRun(RunOptions):
 
 
 def check_options(options: PrecomputeOptions) -> None:
-    """Refuse what no teacher can be asked for."""
+    """Refuse options that no teacher can meet."""
     check_merge(options)
     check_temperature(options.temperature)
     _check_form(options)

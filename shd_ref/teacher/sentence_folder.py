@@ -63,13 +63,13 @@ class Pooling:
 
     @classmethod
     def parse(cls, text: str) -> Pooling | None:
-        """What ``str`` gives, read again; None for anything else."""
+        """The pooling that ``str`` wrote; None for any other text."""
         mode = text.removesuffix(_NORMALIZE)
         return cls(mode, mode != text) if mode in POOLINGS else None
 
 
 class TextSettings(NamedTuple):
-    """What a folder's library does with a text: how many tokens it keeps (None: as the tokenizer says, up to
+    """How a folder's library reads a text: how many tokens it keeps (None: the tokenizer's limit, up to
     ``positions``), whether in lower case, what stands in front; and whether it drops the head of its model.
     """
 

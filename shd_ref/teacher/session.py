@@ -109,7 +109,7 @@ def open_session(
         bounds = onnxruntime.OrtArenaCfg({"max_mem": most_bytes, "arena_extend_strategy": 1})
         onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", arena, 0, kind), bounds)
         options.add_session_config_entry("session.use_env_allocators", "1")
-        # What follows from constants is then computed in a run, within its bounds, and not before it.
+        # Tensors of constants are then computed in a run, within its bounds, and not before it.
         more["disabled_optimizers"] = ["ConstantFolding"]
     lent: dict[str, Any] = {}
     if isinstance(model, str | Path):
@@ -144,7 +144,7 @@ def open_session(
 
 
 def describe_session() -> str:
-    """What ``open_session`` runs a graph with, as far as it decides how a quantised graph rounds (CACHE-27)."""
+    """The version and options of ``open_session`` that decide how a quantised graph rounds (CACHE-27)."""
     return f"onnxruntime {import_package('onnxruntime', _NEEDED).__version__}, all optimisations"
 
 
@@ -240,7 +240,7 @@ def run_ahead(run: Callable[[T], R], items: Iterable[T], callers: int) -> Genera
         return
     under_way: deque[tuple[T, Future[R]]] = deque()
 
-    def take() -> tuple[T, R]:  # nothing here keeps what it returns
+    def take() -> tuple[T, R]:  # so that nothing here keeps the results
         item, future = under_way.popleft()
         return item, future.result()
 

@@ -102,7 +102,7 @@ def input_specs(model: onnx.ModelProto) -> tuple[InputSpec, ...]:
 class InputSizes:
     """Sizes of the open axes of a graph's inputs: ``batch`` samples of one ``length``, with nothing before them.
 
-    Equal names are equal sizes, names that are sums the sum, and names of the past 0. A name that tells nothing, or
+    Equal names are equal sizes, names that are sums the sum, and names of the past 0. A name that means nothing, or
     none, is the batch on a first axis, else the length; of a past, the batch on its first open axis, else the past.
     """
 
@@ -194,7 +194,7 @@ def count_rows(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def read_pads(model: onnx.ModelProto) -> dict[str, int]:
-    """What inputs of token ids are padded with, by name, where the graph says it."""
+    """The padding of inputs of token ids, by name, where the graph has it."""
     pad = next((entry.value for entry in model.metadata_props if entry.key == PAD_KEY), "")
     names = [value.name for value in model.graph.input if value.name.endswith("input_ids")]
     return dict.fromkeys(names, int(pad)) if re.fullmatch(r"\d{1,9}", pad, re.ASCII) else {}
@@ -280,7 +280,7 @@ class BoundError(ShdError):
 class Probe:
     """A graph that runs on tiny inputs and gives any of its tensors, or the ``shapes`` of any, on the CPU.
 
-    Opening it finds sizes that it runs on: a batch of 2 and length 3, what the graph fixes, or what a tracer may have
+    Opening it finds sizes that it runs on: a batch of 2 and length 3, those that the graph fixes, or that a tracer
     left in its constants (``frozen_length``, ``frozen_batch``: None where open). The graph is not trusted, and may
     loop for ever or fill the memory: a run ends after 10 seconds and beyond 1 GiB, with more of both for large
     weights (``BoundError``).

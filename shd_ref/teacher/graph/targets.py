@@ -160,7 +160,7 @@ def _advice(layer: int, count: int, sites: Sequence[AttentionSite]) -> str:
 
 
 def _last_state(graph: ir.Graph, last_states: Sequence[str]) -> str | None:
-    """The output of such a name, or else what the head multiplies, before a scale that is one number (as of T5)."""
+    """The output of such a name, or else the input of the head, before a scale that is one number (as of T5)."""
     outputs = {value.name: value for value in graph.outputs if value.name}
     named = next((name for name in last_states if name in outputs), None)
     read = None if named is not None or LOGITS not in outputs else _read_head(graph, LOGITS)
@@ -171,7 +171,7 @@ def _last_state(graph: ir.Graph, last_states: Sequence[str]) -> str | None:
 
 
 def _read_head(graph: ir.Graph, name: str) -> Logits | None:
-    """What is done with the product of a state and a constant matrix; None unless constants alone are."""
+    """The operators behind the product of a state and a constant matrix; None unless all others are constants."""
 
     def is_head(node: ir.Node) -> bool:
         factors = [is_computed(value) for value in node.inputs[:2]]

@@ -114,7 +114,7 @@ def _walk_from(node: ir.Node, met: set[ir.Node]) -> Iterator[Walk]:
         yield Walk(node, f"its softmax gives integers (QLinearSoftmax): {_FLOAT_FORM}")
     elif (spelling := read_map(node)) is not None:
         numbers = None if spelling.quotient is None else spelling.quotient.numbers
-        if trace_back(numbers, MAP_CARRIERS, gives_map) is None:  # else a map is scaled, of which the first is told
+        if trace_back(numbers, MAP_CARRIERS, gives_map) is None:  # else a map is scaled, and the first is reported
             yield from _walk_map(node, spelling, met)
 
 
@@ -122,7 +122,7 @@ def _walk_map(softmax: ir.Node, spelling: Spelling, all_met: set[ir.Node]) -> It
     logits, quotient, over_last_axis = spelling
     meetings = _meet_values(softmax.outputs[0])
     if not meetings or (meetings[0].trail.quotient is not None and not over_last_axis):
-        return  # of the latter the quotient is told
+        return  # of the latter the quotient is reported
     all_met.update(meeting.product for meeting in meetings)
     reason = _why_unreadable(meetings) if over_last_axis else f"its softmax is not over the last axis: {_EAGER}"
     if reason is not None:

@@ -57,11 +57,11 @@ class PrecomputeSummary:
         written, resumed: samples whose records this run wrote; those of its shards that were there already.
         written_by_others: samples of its shards that other processes wrote meanwhile.
         seconds: of this run.
-        coded_bytes: of all codes in the cache; ``float32_bytes`` is what they teach, unpadded, as float32.
+        coded_bytes: of all codes in the cache; ``float32_bytes`` of the decoded arrays, unpadded.
         errors: coding errors, over the measured rows.
         compared_samples, comparison: how many of the first batch the reference squeezed too, and what that showed.
-        remarks: what is to be known of the records, such as that they depend on the batches they were made in.
-        remark: what the reading process reported of the data, such as how many texts were cut; None for nothing.
+        remarks: notes on the records, such as that they depend on the batches they were made in.
+        remark: the reading process's note on the data, such as how many texts were cut; None for nothing.
     """
 
     folder: Path | str
@@ -113,7 +113,7 @@ class JobOrder:
 
 
 Engine: TypeAlias = Callable[[JobOrder, OnProgress | None, OnRead | None], "PrecomputeSummary"]
-"""What runs a job: this process, or ``ray_engine.RayEngine``."""
+"""Runs a job: this process, or ``ray_engine.RayEngine``."""
 
 
 def run_here(order: JobOrder, on_progress: OnProgress | None, on_read: OnRead | None) -> PrecomputeSummary:

@@ -138,7 +138,7 @@ def merge_and_code(body: Body, rule: MergeRule, maps: str, weights: str | None) 
 def _pool(body: Body, maps: str) -> str:
     """Maps ``(B, n, L, L)`` over the tokens of ``groups``, from rows of ``row_mask``: ``(B, n, l, l)`` (TOKEN-9)."""
     counted = body.op("Greater", body.reshape("row_mask", 0, 1, -1, 1), body.const(0.0))
-    # Rows of padding may be NaN; what is NaN elsewhere stays so, for then its row has weight.
+    # Rows of padding may be NaN; NaN elsewhere stays, as its row has weight.
     counted_maps = body.op("Where", counted, maps, body.const(0.0))
     empty = body.op("Equal", body.reduce_sum(counted_maps, -1, keepdims=1), body.const(0.0))
     has_weight = body.op("Cast", body.op("Not", empty), to=FLOAT)  # (B, n, L, 1)
@@ -220,7 +220,7 @@ def alphas_function(rule: MergeRule, slots: Slots, opset: int) -> onnx.FunctionP
 
 
 def _products_of_sums(body: Body, rule: MergeRule, slots: Slots, one_round: Round, weights: str) -> str:
-    """What ``_products`` gives, mixed from products of the maps of single heads; only these have so few numbers."""
+    """The result of ``_products``, mixed from products of single heads' maps; only these have so few numbers."""
     width = 2 * one_round.width
     members = one_round.members()
     by_head: dict[int, list[int]] = {}  # the heads whose values a head's map is to meet in this round
@@ -323,7 +323,7 @@ def _alphas(body: Body, rule: MergeRule, moments: str) -> tuple[str, str]:
 
 
 def factors_of_round(body: Body, rule: MergeRule, one_round: Round, alphas: str) -> str:
-    """What this round multiplies every teacher head's weight by: alpha, 1 - alpha or 1; ``(B, H_t, 1)``."""
+    """The factors of every teacher head's weight in this round: alpha, 1 - alpha or 1; ``(B, H_t, 1)``."""
     slope = np.zeros((rule.num_heads, len(one_round.pairs)), dtype=np.float32)
     offset = np.ones((rule.num_heads, 1), dtype=np.float32)
     for number, (p, q) in enumerate(one_round.pairs):

@@ -201,7 +201,7 @@ def _squeeze_tiles(
 
 
 def _tiled_spans(body: Body, tiles: SiteTiles, forward: Forward, queries: str) -> str | None:
-    """What ``add_spans`` gives, from masks; None where they are not known apart from logits."""
+    """The result of ``add_spans``, from masks; None where they are not known apart from logits."""
     if tiles.masks is None:
         return None
     spans = forward.spans
@@ -213,7 +213,7 @@ def _tiled_spans(body: Body, tiles: SiteTiles, forward: Forward, queries: str) -
 
 
 def list_plans(options: PrecomputeOptions, count: int) -> tuple[str | MergePlan, ...]:
-    """What is asked for each of so many layers."""
+    """The plan of each of so many layers."""
     plans = (options.plan,) * count if options.plans is None else options.plans
     if len(plans) != count:
         raise ShdError("plan-invalid", f"plans must be one for each of {count} layers; got {len(plans)}")

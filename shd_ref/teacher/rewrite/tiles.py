@@ -1,11 +1,11 @@
-"""Attention in tiles of query rows: a Loop makes some rows of a map, uses them up, and goes on.
+"""Attention in tiles of query rows: a Loop makes some rows of a map, uses them, and continues.
 
 First the operators behind a map are read: from ``map @ V`` back, every tensor is followed with the axes on which its
 rows and its keys lie. A tensor with both is made again in every tile; one with either is made once, and cut.
 
-Then of a site one Loop gives what the teacher goes on with and, by the way, the products of its maps with the values
-of other heads, which is all that alphas need; with these known another Loop makes the codes of merged maps. Keys that
-no row of a tile sees are left out, so causal maps cost half, and windows grow linearly with the length.
+Then one Loop of a site gives the context that the teacher continues with and, by the way, the products of its maps
+with the values of other heads, which is all that alphas need; with these known another Loop makes the codes of merged
+maps. Keys that no row of a tile sees are left out, so causal maps cost half, and windows linear time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BY_ENTRY: Final = kinds(
 )
 _REDUCTIONS: Final = kinds("ReduceMax ReduceMean ReduceMin ReduceSum")
 _OF_FIRST: Final = kinds("Clip DequantizeLinear Dropout QuantizeLinear")
-_PROBED: Final = InputSizes(batch=2, length=11)  # no number of heads or features, so that axes are told apart
+_PROBED: Final = InputSizes(batch=2, length=11)  # no number of heads or features, so that axes can be distinguished
 _MOST_VALUES: Final = 400  # behind a map: a mask's arithmetic, and no whole network that makes a bias
 _MOST_STEPS: Final = 150  # in one another, as reading calls itself
 _SHAPE_PLACES: Final = {"Expand": 1, "Reshape": 1, "ConstantOfShape": 0}
@@ -73,10 +73,10 @@ class SiteTiles:
     """How a tile of a site's rows is made.
 
     Attributes:
-        steps: operators in order; what they read and none of them makes comes from outside.
+        steps: operators in order; inputs that none of them makes come from outside.
         context, probs, logits: of ``map @ V``, of the map, and of what its softmax reads.
         rank: of the context.
-        masks: all that keeps rows from keys, without heads; None where that cannot be told, or may be a bias.
+        masks: all that keeps rows from keys, without heads; None where that is not known, or may be a bias.
         value_heads: of each head, the first head with the same values.
         is_plain: whether the context is the product of the map and V as the site names them.
         reason: why its maps are made whole; None where tiles can be made.
@@ -94,7 +94,7 @@ class SiteTiles:
     reason: str | None = None
 
     def sources(self) -> tuple[Key, ...]:
-        """What the steps read from outside."""
+        """The inputs of the steps from outside."""
         outputs = {step.output for step in self.steps}
         read = (key for step in self.steps for key in step.inputs if key is not None)
         return tuple(dict.fromkeys(key for key in read if key not in outputs))
@@ -117,7 +117,7 @@ def find_tiles(model: onnx.ModelProto, sites: Sequence[AttentionSite]) -> tuple[
     behind = [_read_behind(site.walk.context) for site in sites]
     names = {str(value.name) for values in behind for value in values if value.const_value is None}
     logits = [read_site(site) or Logits(reason="its map is not a softmax") for site in sites]
-    # What is added to logits, and what stands in their place.
+    # Numbers that are added to logits, and those that replace them.
     added = (value for of_site in logits for _, value in (*of_site.addends, *of_site.fills))
     masks = {str(value.name) for value in added if value.const_value is None}
     try:
@@ -183,7 +183,7 @@ def _read_site(
 
 
 def _made_of_products(context: ir.Value, behind: Sequence[ir.Value]) -> set[ir.Value]:
-    """Of what the context is made of, that which products of queries and keys are behind."""
+    """The sources of the context that come from products of queries and keys."""
     followed = set(behind)
     producers = ((value, value.producer()) for value in behind if value is not context)
     waiting = [value for value, node in producers if node is not None and is_value_product(node)]
@@ -531,7 +531,7 @@ def _seen(body: Body, mask: Seen, name: str) -> str:
 
 
 class Forward(NamedTuple):
-    """What the Loop of a site gives: spans of masks, and products with values of ``slots`` ``(B, H, L, W)``."""
+    """The results of the Loop of a site: spans of masks, and products with values of ``slots`` ``(B, H, L, W)``."""
 
     spans: str | None
     sums: str | None
@@ -587,7 +587,7 @@ def add_codes(
     inner = loop.inner
     codes = merge_rows(loop.tile, rule, weights)["codes"]
     if loop.span is not None:
-        # The other keys are told nothing of.
+        # The codes of keys outside the span are zero.
         lead = inner.sizes(codes, 0, 1, 2)
         sizes = loop.span[0], inner.op("Sub", inner.sizes(*tiles.shape_source(1)), loop.span[1])
         none = inner.const(np.zeros(1, np.uint8 if rule.codec == "sqrt8-row" else np.float32))

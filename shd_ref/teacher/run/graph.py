@@ -1,4 +1,4 @@
-"""A teacher's graph with what a run needs of it, and sessions of onnxruntime that run it."""
+"""A teacher's graph with all that a run needs, and sessions of onnxruntime that run it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class TeacherGraph:
         path, sha256: of the file; the hash of it and of its external data, computed in the background.
         model, bare, weights: the graph; the same without its large weights; these, which all sessions share.
         runs_alone: whether samples that run together would share the scales that round them.
-        specs, rows, pads: what it takes: its inputs, with groups of tokens where maps are pooled; of some inputs the
-            rows of the table that they choose from, and what they are padded with.
+        specs, rows, pads: its inputs, with groups of tokens where maps are pooled; of some inputs the
+            rows of the table that they choose from, and their padding.
         sites, site_kinds: all its attention, supported or not, and what kind of attention each is.
         options, groups: what to make of the teacher; how its tokens are pooled, if they are.
         layers, factors: ``(student_layer, site)`` pairs; the queries and keys of each, empty where maps are kept.
@@ -86,7 +86,7 @@ class TeacherGraph:
         sha256 = run_in_background(functools.partial(hash_teacher, path), callers, daemon=True)
         taken, sites = input_specs(model), find_sites(model)
         endless = next((site.reason for site in sites if site.reason and TOO_MUCH in site.reason), None)
-        if endless is not None:  # also where no attention is asked for
+        if endless is not None:  # also where no attention is requested
             raise graph_unsupported(endless)
         kinds = find_kinds(sites, taken)
         selected = select_sites(sites, options.sites) if sites and options.has_attention else ()

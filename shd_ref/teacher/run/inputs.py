@@ -107,7 +107,7 @@ class ModelInputs:
         names: the inputs that the data must give, as a manifest lists them; by default all that they can.
         decoder: inputs of a second sequence, whose padding is not the mask's.
         decoder_mask: which of them is its mask, if any; without one, samples of different lengths run apart.
-        pads: of inputs that are not padded with 0, what they are padded with.
+        pads: the padding of inputs that are not padded with 0.
         groups: which input holds the groups of a sample's tokens; padded with -1 on all axes.
 
     Attributes:
@@ -266,7 +266,7 @@ class ModelInputs:
 
     @property
     def _equal_lengths(self) -> NDArray[np.int64] | None:
-        """What must be one number in all samples that run together, as nothing may be padded; None: no matter."""
+        """Lengths that samples must share to run together, as nothing may be padded; None: any may."""
         parts = [] if self.mask is not None else [self.lengths]
         if self._free_decoder and self.decoder_mask is None:
             parts.append(self.decoder_lengths)
@@ -436,7 +436,7 @@ class ModelInputs:
             value = self._pads.get(name, 0)
             arrays = [np.pad(array, edge, constant_values=value) for array, edge in zip(arrays, edges, strict=True)]
         shapes = sorted({array.shape for array in arrays})
-        if len(shapes) > 1 and name == self._groups and arrays[0].ndim == 2:  # each with student tokens of its own
+        if len(shapes) > 1 and name == self._groups and arrays[0].ndim == 2:  # as many columns as student tokens
             width = max(array.shape[1] for array in arrays)
             edges = [[(0, 0), (0, width - array.shape[1])] for array in arrays]
             arrays = [np.pad(array, edge, constant_values=-1) for array, edge in zip(arrays, edges, strict=True)]

@@ -202,7 +202,7 @@ def check_finite(work: TeacherRun, outputs: BatchOutputs) -> None:
             suspect |= (_is_doubtful(layer.codes) & rows).any(axis=(1, 2))
     for number, index in enumerate(indices):
         reason, sample = None, outputs[number]
-        if suspect[number]:  # only check outputs tell a fault from a row that is empty
+        if suspect[number]:  # only check outputs distinguish a fault from an empty row
             checked = bool(sample.layers) and sample.layers[0].has_check
             sample = sample if checked else work.squeeze(work.inputs.batch([index]), checked=True)[0]
             reason = _why_not_finite(sample)
@@ -267,7 +267,7 @@ float64, they took ten times the teacher's run."""
 
 @dataclass(frozen=True, eq=False)
 class MapRows:
-    """The maps of a batch at one layer: ``arrays`` are what they are made of, of which ``samples`` are read."""
+    """The maps of a batch at one layer: made again from ``arrays``, of which ``samples`` are read."""
 
     rows: TiledRows
     arrays: Mapping[str, NDArray[Any]]

@@ -46,7 +46,7 @@ def named_inputs(argument: str) -> Iterator[None]:
 class Source(ABC):
     """A data set that can be read from its beginning, with one row (or block of rows) in memory at a time.
 
-    ``name`` is for messages, such as the path; ``columns`` are what a row can hold; rows of one column of a
+    ``name`` is for messages, such as the path; ``columns`` are those that a row can have; rows of one column of a
     ``ragged`` source may differ in length, because none is padded; ``made_from`` are columns that others say again.
     """
 

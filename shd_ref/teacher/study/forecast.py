@@ -1,6 +1,6 @@
 """A cache before anyone writes it, measured on a few samples: bytes, time and error of every form and codec.
 
-Then the heads: the residual of the attention output with its heads merged, as precompute tells it.
+Then the heads: the residual of the attention output with its heads merged, as precompute reports it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_LOST: Final = 0.6
 and nothing was measured beyond."""
 
 _REFUSALS: Final = ("argument-value", "graph-unsupported", "inputs-invalid")
-"""Why a form or a codec may not be able to hold what a teacher gives."""
+"""Why a form or a codec may not fit a teacher."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TargetForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ``shd plan`` shows; seconds are per sample, of the teacher and of the advised way's graph.
+    """The result of ``shd plan``; seconds are per sample, of the teacher and of the advised way's graph.
 
     Lengths of ``read_samples`` are known, ``measured_samples`` were run; ``targets`` are stored next to attention in
     all ways. ``residual`` is the relative error of the merged attention output, a mean over layers and samples, with
@@ -115,7 +115,7 @@ def forecast_cache(
     samples: int = 8,
     read_bandwidth: float = 500.0,
 ) -> Forecast:
-    """Measure a few samples and say what the cache of the whole data set would cost, in every form and codec.
+    """Measure a few samples and forecast the cost of a cache of the whole data set, in every form and codec.
 
     Arguments are those of ``precompute``, whose form and codec do not matter here. The teacher runs on so many
     ``samples``; a training device reads ``read_bandwidth`` MB a second. Raises what ``TeacherRun`` does, and
@@ -231,7 +231,7 @@ def _measure_way(
 
 
 def record_sizes(form: Form, record: SampleRecord, extents: Sequence[Extent]) -> Iterator[int]:
-    """Bytes of records of some extents; one of them tells whether optional parts are there."""
+    """Bytes of records of some extents; one of them shows whether optional parts are there."""
     widths = [
         (4 if part.dtype == F32 else 1) if not part.optional or part.name in record.parts else 0
         for part in form.parts

@@ -38,7 +38,7 @@ def recheck_records(
     seed: int = 0,
     provider: str = "cpu",
 ) -> RecheckReport:
-    """Squeeze a seeded sample of records again and compare them with what the cache holds.
+    """Squeeze a seeded sample of records again and compare them with the cache.
 
     Args:
         cache: a sealed cache, a folder or an address.

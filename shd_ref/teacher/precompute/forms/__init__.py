@@ -84,7 +84,7 @@ _MOST_GROUPS: Final = 1000
 
 
 def check_company(work: TeacherRun, forms: Held) -> None:
-    """Refuse a teacher that gives a sample alone otherwise than in company: a record must not tell its batch.
+    """Refuse a teacher whose results for a sample change with its batch: a record must be its sample's alone.
 
     Two samples run together, and one of them alone; what would be stored of it must be right in company too, by the
     rule by which a cache is checked against its teacher (CACHE-91). Where all samples run alone, one runs twice.
