@@ -142,7 +142,7 @@ class CacheReader:
             raise ShdError("argument-value", f"a form must be one of {', '.join(names)}; got {unknown}", "CACHE-81")
         coded = [number for name in names for number in self._parts_of(name, choices.get(name))]
         positions = [self._find(key) for key in keys]
-        starts, stops, _ = self._spans[positions][:, coded].T.astype(np.int64)
+        starts, stops, _ = self._spans[positions][:, coded].T.astype(np.int64)  # each (parts, keys)
         ends = list(accumulate((stops - starts).ravel().tolist(), initial=0))
         buffer = allocate(ends[-1])
         slots = [buffer[start:end] for start, end in pairwise(ends)]
@@ -197,31 +197,6 @@ class CacheReader:
         check_file(self._storage, file, data)
         return data
 
-    def _parts_of(self, name: str, choice: Choice) -> list[int]:
-        """Numbers of the coded parts of a form that are asked for, by the keyword of its choice."""
-        chosen = {form.SUBJECT for form in self.manifest.forms if name == form.CHOICE}
-        coded = [number for number, part in enumerate(self.manifest.parts) if part.dtype == U8]
-        numbers = {part.layer: number for number in coded if (part := self.manifest.parts[number]).subject in chosen}
-        if choice is None or isinstance(choice, bool):
-            return [] if choice is False else list(numbers.values())
-        for layer in choice:
-            if layer not in numbers:
-                raise ShdError("argument-value", f"{name} must be among {list(numbers)}; got {layer}", "CACHE-81")
-        return [numbers[layer] for layer in dict.fromkeys(choice)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_open", "_part_shapes")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._make_memos()
-
-    def _make_memos(self) -> None:
-        """Open shard files, and sizes by extent: remembered in this process, and not pickled."""
-        storage = self._storage  # the function holds no reader, which is freed with its open files
-        self._open = functools.lru_cache(OPEN_SHARDS)(lambda shard: StoredFile(storage, shard_name(shard)))
-        self._part_shapes = functools.lru_cache(maxsize=_EXTENTS)(self.manifest.part_shapes)
-
     def _open_receipt(self, shard: int, seal: Seal | None) -> Receipt:
         receipt = read_committed(self._storage, shard, self.manifest)
         checksum = checksum_of(receipt)
@@ -238,8 +213,8 @@ class CacheReader:
         self.skipped: dict[str, str] = {}
         self._positions: dict[str, int] = {}
         errors: list[Errors] = []
-        where = [np.empty((0, 5), np.int64)]
-        spans = [np.empty((0, len(self.manifest.parts), 3), np.uint64)]
+        where = [np.empty((0, 5), np.int64)]  # by record: shard, index, length, first, decoder
+        spans = [np.empty((0, len(self.manifest.parts), 3), np.uint64)]  # by record and part: see Spans
         shapes: list[NDArray[np.int64]] = []
         for receipt in receipts:
             errors.append(receipt.errors)
@@ -257,8 +232,33 @@ class CacheReader:
         self._shapes = np.concatenate(shapes) if shapes else np.empty((0, 0), np.int64)
         for position, key in enumerate(self._keys):
             first = self._positions.setdefault(key, position)
-            if self._where[position, 1] < self._where[first, 1]:
+            if self._where[position, 1] < self._where[first, 1]:  # of equal samples the lowest index
                 self._positions[key] = position
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_open", "_part_shapes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_memos()
+
+    def _make_memos(self) -> None:
+        """Open shard files, and sizes by extent: remembered in this process, and not pickled."""
+        storage = self._storage  # the function holds no reader, which is freed with its open files
+        self._open = functools.lru_cache(OPEN_SHARDS)(lambda shard: StoredFile(storage, shard_name(shard)))
+        self._part_shapes = functools.lru_cache(maxsize=_EXTENTS)(self.manifest.part_shapes)
+
+    def _parts_of(self, name: str, choice: Choice) -> list[int]:
+        """Numbers of the coded parts of a form that are to be read, by the keyword of its choice."""
+        subjects = {form.SUBJECT for form in self.manifest.forms if name == form.CHOICE}
+        parts = [(number, part) for number, part in enumerate(self.manifest.parts) if part.subject in subjects]
+        numbers = {part.layer: number for number, part in parts if part.dtype == U8}
+        if choice is None or isinstance(choice, bool):
+            return [] if choice is False else list(numbers.values())
+        for layer in choice:
+            if layer not in numbers:
+                raise ShdError("argument-value", f"{name} must be among {list(numbers)}; got {layer}", "CACHE-81")
+        return [numbers[layer] for layer in dict.fromkeys(choice)]
 
     def _find(self, key: str) -> int:
         position = self._positions.get(key)
@@ -276,7 +276,7 @@ class CacheReader:
         parts, spans = self.manifest.parts, self._spans[position].tolist()
         shard, index, length, first, decoder = self._where[position].tolist()
         shapes = tuple((rows, keys) for rows, keys in self._shapes[position].tolist())
-        sizes = self._part_shapes(Extent(length, first, shapes, decoder))
+        part_shapes = self._part_shapes(Extent(length, first, shapes, decoder))
         floats = {
             number: np.empty(spans[number][1] - spans[number][0], np.uint8)
             for number, part in enumerate(parts)
@@ -287,7 +287,7 @@ class CacheReader:
         values: dict[str, NDArray[Any]] = {}
         for number, data in floats.items():
             numbers = data.view("<f4").astype(np.float32, copy=False)
-            values[parts[number].name] = numbers.reshape(sizes[number])
+            values[parts[number].name] = numbers.reshape(part_shapes[number])
         values |= {parts[number].name: blob for number, blob in coded.items()}
         return SampleRecord(index, key, length, values, self._seeds.get(index), first, shapes, decoder)
 
@@ -298,9 +298,9 @@ class CacheReader:
             count = 1
             while count < len(rest) and spans[rest[count]][0] == spans[rest[count - 1]][1]:
                 count += 1
-            together, rest = rest[:count], rest[count:]
-            file.read_into(spans[together[0]][0], [stored[number] for number in together])
-            for number in together:
+            run, rest = rest[:count], rest[count:]
+            file.read_into(spans[run[0]][0], [stored[number] for number in run])
+            for number in run:
                 (start, end, expected), digest = spans[number], xxh3_64(stored[number])
                 if digest != expected:
                     where = f"{file.path}: record {index} {self.manifest.parts[number].title}: bytes {start} to {end}"

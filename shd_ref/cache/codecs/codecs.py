@@ -54,6 +54,15 @@ def check_blob(name: str, blob: NDArray[Any], size: int, layout: str, spec_id: s
     need(fits, "argument-shape", name, f"be ({size},) uint8 for {layout}", got, spec_id=spec_id)
 
 
+def sqrt8_table() -> NDArray[np.float32]:
+    """Decoded value of each sqrt8 code, in units of the row's largest entry ``(256,)`` (CACHE-115).
+
+    Code 0 is exactly zero: masked. Code 1 also covers all smaller positive values, and decodes to the centroid of its
+    bin: for roots spread evenly over (0, 1.5), the mean of the square is 1.5^2 / 3 = 0.75.
+    """
+    return _power_table(SQRT8_LEVELS, 2, 0.75)
+
+
 def u4_table() -> NDArray[np.float32]:
     """Decoded value of each u4 code, in units of the row's largest entry ``(16,)`` (CACHE-118).
 
@@ -65,15 +74,6 @@ def u4_table() -> NDArray[np.float32]:
 def u4_thresholds() -> NDArray[np.float32]:
     """Smallest share of the largest entry for codes from 2 on: no rule says how to round a cube root (CACHE-117)."""
     return (((np.arange(2, U4_LEVELS + 1) - 0.5) / U4_LEVELS) ** 3).astype(np.float32)
-
-
-def sqrt8_table() -> NDArray[np.float32]:
-    """Decoded value of each sqrt8 code, in units of the row's largest entry ``(256,)`` (CACHE-115).
-
-    Code 0 is exactly zero: masked. Code 1 also covers all smaller positive values, and decodes to the centroid of its
-    bin: for roots spread evenly over (0, 1.5), the mean of the square is 1.5^2 / 3 = 0.75.
-    """
-    return _power_table(SQRT8_LEVELS, 2, 0.75)
 
 
 def _power_table(levels: int, power: int, centroid: float) -> NDArray[np.float32]:
@@ -244,7 +244,7 @@ def to_int8(values: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.f
 
 
 def largest_move(codec: str, values: NDArray[Any]) -> NDArray[np.float64]:
-    """How far coding moves a component of each vector ``(..., d)`` at most: u of CACHE-151."""
+    """How far coding moves a component of each vector ``(..., d)`` at most: u of CACHE-151, and float32 rounding."""
     largest = np.abs(values).max(axis=-1).astype(np.float64)
     if codec == "int8":
         return np.asarray(largest / (2 * INT8_LEVELS) * (1 + 2.0**-14), dtype=np.float64)
@@ -307,7 +307,7 @@ class HiddenError(RowError):
 
 
 _TILE_BYTES: Final = 2**24
-"""Rows that are compared in float64 at once."""
+"""Of rows that are compared in float64 at once."""
 
 _Error = TypeVar("_Error", bound=RowError)
 

@@ -154,20 +154,20 @@ def rebuild_maps(
         ``(H_s or H_t, rows, n)`` float32, made in float64 head by head.
     """
     check_option("support", support, SUPPORTS, "CACHE-125")
-    (heads, length), share = queries.shape[:2], len(queries) // len(keys)
-    weights = np.eye(heads) if mixing is None else mixing.astype(np.float64)
-    positions = np.arange(length)
+    (heads, length), heads_per_key = queries.shape[:2], len(queries) // len(keys)
+    mixing = np.eye(heads) if mixing is None else mixing.astype(np.float64)
     selected = slice(None) if rows is None else rows
     low, high = (bound[selected, None] for bound in row_bounds(length, support, window))
-    hidden = (positions < low) | (positions > high)
-    merged = np.zeros((len(weights), *hidden.shape))
+    masked = (np.arange(length) < low) | (np.arange(length) > high)
+    merged = np.zeros((len(mixing), *masked.shape))
     for head in range(heads):
-        logits = scale * (queries[head, selected].astype(np.float64) @ keys[head // share].astype(np.float64).T)
-        logits[hidden] = -np.inf
+        key = keys[head // heads_per_key].astype(np.float64)
+        logits = scale * (queries[head, selected].astype(np.float64) @ key.T)
+        logits[masked] = -np.inf
         probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probs /= probs.sum(axis=-1, keepdims=True)
-        for student in np.flatnonzero(weights[:, head]):
-            merged[student] += weights[student, head] * probs
+        for student in np.flatnonzero(mixing[:, head]):
+            merged[student] += mixing[student, head] * probs
     return merged.astype(np.float32)
 
 
@@ -188,8 +188,8 @@ def factored_kl_bound(
     and the bound holds all the more. A row of a mixed map costs at most the largest of its members'.
     """
     check_option("codec", codec, FACTORED_CODECS, "CACHE-142")
-    share = len(queries) // len(keys)
-    keys = np.repeat(keys.astype(np.float64) - keys.mean(axis=1, keepdims=True, dtype=np.float64), share, axis=0)
+    keys = keys.astype(np.float64) - keys.mean(axis=1, keepdims=True, dtype=np.float64)
+    keys = np.repeat(keys, len(queries) // len(keys), axis=0)
     queries = queries.astype(np.float64)
     moved_queries, moved_keys = largest_move(codec, queries), largest_move(codec, keys)  # (H_t, n)
     key_sums = np.abs(keys).sum(axis=-1)

@@ -18,10 +18,10 @@ from shd_ref.cache.storage.storage import Fill, PendingFile, Storage
 from shd_ref.errors import ShdError, import_package
 
 REQUESTS: Final = 16
-"""Requests under way at once while a cache is opened or checked."""
+"""Requests under way at once."""
 
 COMPARED_BYTES: Final = 2**23
-"""Bytes of an upload read back at once."""
+"""Bytes of an upload that are read back and compared at once."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -44,17 +44,39 @@ class RemoteStorage(Storage):
 
     def size(self, name: str) -> int:
         filesystem, path = self._connect(name)
-        with self._reads(name):
+        with self._read_errors(name):
             filesystem.invalidate_cache(path)
             return int(filesystem.info(path)["size"])
 
     def open(self, name: str) -> Fill:
         return functools.partial(self._fill, name)
 
+    def _fill(self, name: str, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
+        data = np.frombuffer(self.read_range(name, start, start + sum(map(len, parts))), dtype=np.uint8)
+        offset = 0
+        for buffer in parts:
+            piece = data[offset : offset + len(buffer)]
+            buffer[: len(piece)] = piece
+            offset += len(buffer)
+        return len(data)
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes of an object, fewer where it ends before."""
+        if end <= start:
+            return b""
+        filesystem, path = self._connect(name)
+        try:
+            with self._read_errors(name):
+                return bytes(filesystem.cat_file(path, start=start, end=end))
+        except ShdError:
+            if self.size(name) > start:
+                raise
+            return b""  # stores refuse a range that begins beyond the end
+
     def names(self, folder: str = "") -> list[str]:
         filesystem, prefix = self._connect()
         try:
-            with self._reads(folder):
+            with self._read_errors(folder):
                 paths = filesystem.find(self._connect(folder)[1], withdirs=False)
         except FileNotFoundError:
             return []
@@ -80,35 +102,13 @@ class RemoteStorage(Storage):
         """In threads, a few at a time, so that not all results wait in memory."""
         waiting = iter(items)
         with ThreadPoolExecutor(REQUESTS) as pool:
-            while some := list(itertools.islice(waiting, REQUESTS)):
-                yield from pool.map(function, some)
+            while batch := list(itertools.islice(waiting, REQUESTS)):
+                yield from pool.map(function, batch)
 
     def upload(self, name: str, path: str) -> None:
         filesystem, target = self._connect(name)
         with _store_errors():
             filesystem.put_file(path, target)
-
-    def read_range(self, name: str, start: int, end: int) -> bytes:
-        """Bytes of an object, fewer where it ends before."""
-        if end <= start:
-            return b""
-        filesystem, path = self._connect(name)
-        try:
-            with self._reads(name):
-                return bytes(filesystem.cat_file(path, start=start, end=end))
-        except ShdError:
-            if self.size(name) > start:
-                raise
-            return b""  # stores refuse a range that begins beyond the end
-
-    def _fill(self, name: str, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
-        data = np.frombuffer(self.read_range(name, start, start + sum(map(len, parts))), dtype=np.uint8)
-        offset = 0
-        for buffer in parts:
-            piece = data[offset : offset + len(buffer)]
-            buffer[: len(piece)] = piece
-            offset += len(buffer)
-        return len(data)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root}
@@ -125,7 +125,8 @@ class RemoteStorage(Storage):
         return filesystem, f"{prefix}/{name}" if name else prefix
 
     @contextlib.contextmanager
-    def _reads(self, name: str) -> Iterator[None]:
+    def _read_errors(self, name: str) -> Iterator[None]:
+        """Errors of a store as ``read-failed``; that a file is absent stays a FileNotFoundError."""
         try:
             with _store_errors():
                 yield
