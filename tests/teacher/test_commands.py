@@ -63,7 +63,9 @@ def test_every_command_says_how_many_texts_it_cut(tmp_path: Path) -> None:
     said = f"2 of 3 texts were cut to 3 tokens, as {tmp_path} says (--max-length sets another number)"
     both = ("--student-heads", "2,1", "--out", tmp_path / "both")
     assert shd("precompute", tmp_path / "t.onnx", *text, *both).count(said) == 1
-    assert said in shd("verify", tmp_path / "both/heads-2", "--teacher", tmp_path / "t.onnx", *text)
+    again = (tmp_path / "both/heads-2", "--teacher", tmp_path / "t.onnx", *text)
+    assert said in shd("verify", *again)
+    assert said in shd("report", *again, "--out", tmp_path / "r.html")
     assert said in shd("plan", tmp_path / "t.onnx", *text, "--student-heads", "2")
 
 

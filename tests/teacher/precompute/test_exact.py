@@ -19,7 +19,7 @@ from shd_ref.teacher import PrecomputeOptions, RunOptions, recheck_records
 from shd_ref.teacher.options import LAST
 from shd_ref.teacher.precompute.engine import precompute
 
-RUN = RunOptions(batch_size=4, samples_per_shard=3, num_threads=1)
+RUN = RunOptions(batch_size=4, samples_per_shard=3, num_threads=1, tile=4)
 ALONE = PrecomputeOptions(form="none", hidden=(LAST,), hidden_codec="float32")
 
 
