@@ -79,6 +79,13 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_teacher(folder / f"{at}", kind) for at, kind in enumerate(KINDS)}
 
 
+@pytest.fixture(scope="module")
+def pairs(teachers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Tokens of 31 queries with eight texts each, the same for all teachers: reading compares them in a process."""
+    path = write_rows(tmp_path_factory.mktemp("data") / "d.jsonl", make_pairs(31))
+    return list(read_rows(path, teachers["reranker"], None, columns=PAIRS))
+
+
 def test_orders_are_compared_within_queries() -> None:
     """By hand: of three pairs of pairs one is in the other order; a query of one text does not count."""
     teacher, student = torch.tensor([3.0, 2.0, 1.0, 9.0]), torch.tensor([0.3, 0.1, 0.2, 0.0])
@@ -121,14 +128,15 @@ def test_labels_that_most_samples_lack_agree_by_chance() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_measure_lets_an_ignorant_student_pass(teachers: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_no_measure_lets_an_ignorant_student_pass(
+    teachers: dict[str, Path], pairs: list[dict[str, Any]], kind: str
+) -> None:
     """A random student, the teacher's answers to other samples, and one answer for all."""
     folder = teachers[kind]
-    rows = read_rows(write_rows(tmp_path / "d.jsonl", make_pairs(30)), folder, None, columns=PAIRS)
     model = load_teacher(folder)
     task = find_task(folder, model.config)
     assert kind == task.NAME
-    judge = Judge(task, rows, model_run(model))
+    judge = Judge(task, pairs, model_run(model))
     own = judge.measure(model_run(model))
     assert own.value == pytest.approx(1, abs=1e-6)
     forward, random = model_run(model), np.random.default_rng(0)
@@ -164,11 +172,9 @@ def test_a_teacher_that_gives_one_answer_to_all_is_refused(
         run.judge("held_out")
 
 
-def test_queries_stay_whole(teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_queries_stay_whole(pairs: list[dict[str, Any]]) -> None:
     """In one part of the data, and in training next to others of their own."""
-    path = write_rows(tmp_path / "d.jsonl", make_pairs(31))
-    rows = read_rows(path, teachers["reranker"], None, columns=PAIRS)
-    samples = divide(rows, None, 0)
+    rows, samples = pairs, divide(pairs, None, 0)
     parts = [{int(row[QUERY]) for row in part} for part in (samples.train, samples.choices, samples.held_out)]
     assert [len(part) for part in parts] == [25, 3, 3]
     assert not (parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2])
@@ -336,17 +342,19 @@ def test_labels_of_each_kind_are_compared_with_its_answers(teachers: dict[str, P
     ],
 )
 def test_bad_labels_are_refused_before_anything_runs(
-    teachers: dict[str, Path], tmp_path: Path, kind: str, column: str, values: list[Any], said: str
+    teachers: dict[str, Path],
+    pairs: list[dict[str, Any]],
+    tmp_path: Path,
+    kind: str,
+    column: str,
+    values: list[Any],
+    said: str,
 ) -> None:
-    folder = teachers[kind]
-    rows: list[dict[str, Any]] = [
-        {"text": "the cat", "text_pair": WORDS[at], column: values[at % 2]} for at in range(16)
-    ]
+    rows = [row | {column: values[number % 2]} for number, row in enumerate(make_pairs(31))]
     path = write_rows(tmp_path / "held.jsonl", rows)
-    config = read_config(folder)
+    config = read_config(teachers[kind])
     with refusal("inputs-invalid", said):
-        samples = read_rows(path, folder, None, "held_out", columns=PAIRS)
-        read_labels(path, samples, find_task(folder, config), config)
+        read_labels(path, pairs, find_task(teachers[kind], config), config)
 
 
 def test_any_figure_of_the_page_can_be_asked_for() -> None:
