@@ -26,7 +26,7 @@ from shd_torch.compress.stages import Paces, Progress, Run, Schedule, in_minutes
 from shd_torch.compress.static import check_static, judge_static
 from shd_torch.compress.task import SentenceEncoder, find_task, read_measure
 from shd_torch.deploy.inputs import require_runtime
-from shd_torch.deploy.timing import LEAST_ROUNDS, check_length, later_turns
+from shd_torch.deploy.timing import LEAST_ROUNDS, check_length, estimate_round
 from shd_torch.shrink.families import check_config
 from shd_torch.shrink.folders import count_positions, forward_inputs, new_folder, read_config
 from shd_torch.shrink.unfinished import Unfinished, run_key
@@ -146,7 +146,7 @@ def forecast(
         started = time.monotonic()
         turns = run.time(run.write_graphs(run.model, "teacher"), 1)
         # Later turns of a graph take as long as the first one: the time of one round is known after it.
-        graph = time.monotonic() - started + (LEAST_ROUNDS - 1) * later_turns(turns)
+        graph = time.monotonic() - started + (LEAST_ROUNDS - 1) * estimate_round(turns)
         schedule = run.schedule(_measure_paces(run, run.model, graph))
         space, count = run.space, options.most_candidates * options.num_targets
         heads, neurons = (", ".join(str(n or "none") for n in counts) for counts in (space.heads, space.neurons))

@@ -19,7 +19,7 @@ _EXTERNAL_DATA_BYTES: Final = 1 << 30  # a protobuf file ends at 2 GiB
 DRAWN_SAMPLES: Final = (8, 32)
 """Number and greatest length of the random samples that a graph is compared on where no data are given."""
 _CALIBRATION_SAMPLES: Final = (32, 64)
-_MOST_COMPARED: Final = 64
+_MOST_COMPARED: Final = 64  # samples of the data
 _ALONE: Final = 8  # samples that are run alone as well
 _LOWEST_OPSET: Final = 11  # with DynamicQuantizeLinear
 
@@ -71,10 +71,10 @@ def quantize_graph(
     """Write a graph with its products in int8, run both and compare them.
 
     ``MatMul`` and ``Gemm`` with constant weights get int8 weights with one scale per output channel. Channels of
-    activations with outliers are divided by what the weights can bear; activations are rounded in a constant range
-    after norms and attention and where there are no outliers, and in the range of the run elsewhere; the mean error
-    of a product goes into its bias. Embeddings, norms and attention stay in float. Integer sums are the same on every
-    processor: none saturates.
+    activations with outliers are divided, and rows of the weights multiplied in turn; activations are rounded in a
+    constant range after norms and attention and where there are no outliers, and in the range of the run elsewhere;
+    the mean error of a product goes into its bias. Embeddings, norms and attention stay in float. Integer sums are
+    the same on every processor: none saturates.
 
     Args:
         graph: an ``.onnx`` file.
@@ -99,7 +99,7 @@ def quantize_graph(
     if target.suffix != ".onnx" or target.resolve() == source.resolve():
         raise ShdError("argument-value", f"out must end in .onnx and be another file than {source}; got {target}")
     reader = GraphInputs(source)
-    arrays, calibration = _divide(inputs, reader)
+    arrays, calibration = _split_samples(inputs, reader)
     expected = run_graph(reader.session, arrays, source)[0]
     del reader.session  # its weights need no memory next to those that are rounded
     model, before = ir.load(source), count_bytes(source)
@@ -113,8 +113,8 @@ def quantize_graph(
         plan(site, products, has_ranges=inputs is not None, has_means=inputs is not None or "input_ids" in arrays)
         products |= {product.output: product for product in site.products}
     rewrite(model, sites)
-    after = before - 3 * sum(product.rounded.size for product in products.values())
-    with saving_graph(model, target, large=after > _EXTERNAL_DATA_BYTES) as (written, data_path):
+    estimate = before - 3 * sum(product.rounded.size for product in products.values())  # of four bytes, one stays
+    with saving_graph(model, target, large=estimate > _EXTERNAL_DATA_BYTES) as (written, data_path):
         after, session = count_bytes(written), open_graph(written)
         output = run_graph(session, arrays, target)[0]
         quality = _compare(expected, output, arrays, is_logits=reader.output.endswith("logits"), name=source)
@@ -122,7 +122,16 @@ def quantize_graph(
     return Int8Report(target, data_path, len(products), before, after, inputs is None, *quality, alone)
 
 
-def _divide(
+def count_bytes(graph: Path) -> int:
+    """Bytes of a graph with its files of weights."""
+    import onnx
+
+    tensors = onnx.load(graph, load_external_data=False).graph.initializer
+    entries = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
+    return sum((graph.parent / name).stat().st_size for name in {graph.name, *entries})
+
+
+def _split_samples(
     inputs: Mapping[str, NDArray[Any]] | None, reader: GraphInputs
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
     """Samples to compare on, and others to find ranges by."""
@@ -130,46 +139,22 @@ def _divide(
         drawn = (DRAWN_SAMPLES, 0), (_CALIBRATION_SAMPLES, 1)
         first, second = (reader.draw(count, reader.longest(length), seed) for (count, length), seed in drawn)
         return first, second
-    arrays = _fit(inputs, reader, reader.path)
+    arrays = _match_inputs(inputs, reader)
     if len(next(iter(arrays.values()))) < 2 or not reader.has_batch:
         return arrays, arrays
     compared = {name: array[: 2 * _MOST_COMPARED : 2] for name, array in arrays.items()}
     return compared, {name: array[1::2] for name, array in arrays.items()}
 
 
-def _compare_alone(
-    session: Any, output: NDArray[Any], inputs: Mapping[str, NDArray[Any]], reader: GraphInputs
-) -> float:
-    """The least cosine of rows between samples alone and in their batch."""
-    from shd_torch.deploy.products import without_padding
-
-    pairs = []
-    for index in range(min(_ALONE, len(output)) if reader.has_batch else 0):
-        sample = without_padding({name: array[index : index + 1] for name, array in inputs.items()}, reader)
-        alone = run_graph(session, sample, reader.path)[0][0]
-        rows, others = (a.reshape(-1, a.shape[-1]).astype(np.float64) for a in (alone, output[index][: len(alone)]))
-        if rows.shape == others.shape:
-            pairs.append((rows, others))
-    return min(1.0, *_cosines(*map(np.concatenate, zip(*pairs, strict=True))).tolist()) if pairs else 1.0
-
-
-def _cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each row; of rows of one number, such as scores, one alone: their correlation."""
-    if a.shape[-1] == 1:
-        a, b = a.T - a.mean(), b.T - b.mean()
-    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-    cosines: NDArray[np.float64] = (a * b).sum(-1) / np.maximum(norms, np.finfo(np.float64).tiny)
-    return cosines
-
-
-def _fit(inputs: Mapping[str, NDArray[Any]], reader: GraphInputs, graph: Path) -> dict[str, NDArray[Any]]:
+def _match_inputs(inputs: Mapping[str, NDArray[Any]], reader: GraphInputs) -> dict[str, NDArray[Any]]:
     """The arrays that the graph takes, as it takes them; a mask that is not given is all ones."""
     ids = inputs.get("input_ids")
     mask = {} if ids is None else {"attention_mask": np.ones(ids.shape, np.int64)}
     arrays = {**mask, **inputs}
     missing = sorted(reader.dtypes.keys() - arrays.keys())
     if missing:
-        raise ShdError("inputs-invalid", f"data must hold the inputs of {graph}; {', '.join(missing)} is missing")
+        rule = f"data must hold the inputs of {reader.path}"
+        raise ShdError("inputs-invalid", f"{rule}; {', '.join(missing)} is missing")
     if ids is not None and ids.ndim == 2:
         check_positions(inputs, reader.longest(ids.shape[1]))
     return {name: np.asarray(arrays[name]).astype(dtype) for name, dtype in reader.dtypes.items()}
@@ -183,9 +168,10 @@ def _compare(
         if not np.isfinite(array).all():
             raise ShdError("not-finite", f"{name} must give finite output; as {kind} it gives NaN or infinity")
     mask = inputs.get("attention_mask")
-    has_padding = mask is not None and expected.ndim > 2 and mask.shape == expected.shape[:2]
-    keep = mask.astype(bool) if has_padding and mask is not None else np.ones(expected.shape[:-1], bool)
-    a, b = expected[keep].astype(np.float64), output[keep].astype(np.float64)
+    counted = np.ones(expected.shape[:-1], bool)
+    if mask is not None and expected.ndim > 2 and mask.shape == expected.shape[:2]:
+        counted = mask.astype(bool)
+    a, b = expected[counted].astype(np.float64), output[counted].astype(np.float64)
     cosine = float(_cosines(a, b).mean())
     if not is_logits or a.shape[-1] == 1:  # one logit is always the largest
         return len(a), cosine, None, None
@@ -195,10 +181,26 @@ def _compare(
     return len(a), cosine, float((a.argmax(-1) == b.argmax(-1)).mean()), kl
 
 
-def count_bytes(graph: Path) -> int:
-    """Bytes of a graph with its files of weights."""
-    import onnx
+def _compare_alone(
+    session: Any, output: NDArray[Any], inputs: Mapping[str, NDArray[Any]], reader: GraphInputs
+) -> float:
+    """The least cosine of rows between samples alone and in their batch."""
+    from shd_torch.deploy.products import without_padding
 
-    tensors = onnx.load(graph, load_external_data=False).graph.initializer
-    entries = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
-    return sum((graph.parent / name).stat().st_size for name in {graph.name, *entries})
+    pairs = []
+    for index in range(min(_ALONE, len(output)) if reader.has_batch else 0):
+        sample = without_padding({name: array[index : index + 1] for name, array in inputs.items()}, reader)
+        alone = run_graph(session, sample, reader.path)[0][0]
+        rows, others = (a.reshape(-1, a.shape[-1]).astype(np.float64) for a in (alone, output[index][: len(alone)]))
+        if rows.shape == others.shape:  # not where a further axis was cut with the padding
+            pairs.append((rows, others))
+    return min(1.0, *_cosines(*map(np.concatenate, zip(*pairs, strict=True))).tolist()) if pairs else 1.0
+
+
+def _cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One for each pair of rows; for rows of one number, such as scores, one in all: their correlation."""
+    if a.shape[-1] == 1:
+        a, b = a.T - a.mean(), b.T - b.mean()
+    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    cosines: NDArray[np.float64] = (a * b).sum(-1) / np.maximum(norms, np.finfo(np.float64).tiny)
+    return cosines

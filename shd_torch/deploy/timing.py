@@ -20,7 +20,7 @@ LEAST_ROUNDS: Final = 6
 """Fewer medians have no interval of 95%."""
 
 _DEFAULTS: Final = {"batch": (1, 32), "length": (64,)}
-_BUSY: Final = 0.1  # of the time of runs that other programs took
+_BUSY: Final = 0.1  # share of the runs' time that other programs may take without a remark
 _WARM_SECONDS: Final = 0.05  # of runs that do not count: weights are back in the processor's caches
 _LONG_SECONDS: Final = 0.5  # a run of this length needs no others before it
 _TURN_SECONDS: Final = 0.1  # of runs that count, at least one
@@ -39,10 +39,11 @@ class Interval:
     def of(cls, values: Sequence[float]) -> Interval:
         """Of ``LEAST_ROUNDS`` independent values or more."""
         ordered, count = sorted(values), len(values)
-        outside, rank = 0.0, -1
-        while outside <= 0.025:
+        # The true median is below the k-th smallest of n values with probability sum_{i<k} C(n, i) / 2^n.
+        rank, below = 0, 1 / 2**count
+        while below <= 0.025:
             rank += 1
-            outside += math.comb(count, rank) / 2**count
+            below += math.comb(count, rank) / 2**count
         return cls(statistics.median(ordered), ordered[rank - 1], ordered[count - rank])
 
 
@@ -88,7 +89,7 @@ def time_graphs(
     """Time graphs by turns in onnxruntime on the CPU, as a loop over ``InferenceSession.run`` of each would.
 
     Inputs are random and without padding. In each round each graph has one turn: once the workers of the graph before
-    have stopped spinning, it runs until its weights are in the caches again, and then what counts.
+    have stopped spinning, it runs until its weights are in the caches again, and is timed from there on.
 
     Args:
         graphs: ``.onnx`` files by name.
@@ -105,13 +106,13 @@ def time_graphs(
 
     Raises:
         ShdError: ``dependency-missing``, ``read-failed``, ``inputs-invalid`` where a graph does not run at a setting,
-            ``argument-value`` where a graph lacks the axis or a number is out of range, also of its positions.
+            ``argument-value`` where a graph lacks the axis, or a number is out of range: of its positions too.
     """
     if reference is not None and reference not in graphs:
         raise ShdError("argument-value", f"reference must be one of {', '.join(graphs)}; got {reference!r}")
     need(rounds >= LEAST_ROUNDS, "argument-value", "rounds", f"be {LEAST_ROUNDS} or more, for an interval", rounds)
-    settings: dict[str, Any] = {"batch": batch, "length": length, "threads": threads, "rounds": rounds}
-    return compare_turns(take_turns(graphs, **settings, progress=progress), reference)
+    turns = take_turns(graphs, batch=batch, length=length, threads=threads, rounds=rounds, progress=progress)
+    return compare_turns(turns, reference)
 
 
 def take_turns(
@@ -135,44 +136,16 @@ def take_turns(
         sessions = {name: reader.session for name, reader in readers.items()}
         if num_threads > 1:
             sessions = {name: open_graph(path, num_threads) for name, path in graphs.items()}
-        for size, tokens in settings:
-            inputs = {name: reader.draw(size or 1, tokens or 1) for name, reader in readers.items()}
+        for samples, size in settings:
+            inputs = {name: reader.draw(samples or 1, size or 1) for name, reader in readers.items()}
             turns: dict[str, list[tuple[float, float]]] = {name: [] for name in graphs}
-            times[num_threads, size, tokens] = turns
+            times[num_threads, samples, size] = turns
             for _ in range(rounds):
                 for name, session in sessions.items():
                     turns[name].append(_take_turn(session, inputs[name], num_threads, name, turns[name]))
                     done += 1
                     progress(done, total)
     return times
-
-
-def compare_turns(turns: Turns, reference: str | None = None) -> list[GraphTime]:
-    """Intervals of ``LEAST_ROUNDS`` rounds or more, compared with the graph ``reference``; default: the first."""
-    times = []
-    for (threads, size, tokens), by_graph in turns.items():
-        base = [wall for wall, _ in by_graph[reference or next(iter(by_graph))]]
-        for name, seconds in by_graph.items():
-            wall, processor = zip(*seconds, strict=True)
-            ratios = [first / second for first, second in zip(base, wall, strict=True)]
-            intervals = Interval.of(wall), Interval.of(processor), Interval.of(ratios)
-            times.append(GraphTime(name, size, tokens, threads, *intervals))
-    return times
-
-
-def median_runs(turns: Turns) -> Iterator[tuple[str, float, float]]:
-    """Name, wall and processor seconds of a run of each graph, setting by setting."""
-    for by_graph in turns.values():
-        for name, seconds in by_graph.items():
-            wall, processor = map(statistics.median, zip(*seconds, strict=True))
-            yield name, wall, processor
-
-
-def later_turns(turns: Turns) -> float:
-    """Seconds of one more round, with the runs that do not count."""
-    runs = [wall for _, wall, _ in median_runs(turns)]
-    warm = [min(max(run, _WARM_SECONDS), _MOST_RUNS * run) for run in runs if run < _LONG_SECONDS]
-    return sum(warm) + sum(min(max(run, _TURN_SECONDS), _MOST_RUNS * run) for run in runs)
 
 
 def _axis_sizes(
@@ -195,14 +168,6 @@ def _axis_sizes(
     return chosen
 
 
-def find_busy(runs: Iterable[tuple[float, float]]) -> str | None:
-    """A remark where other programs took the processor, by wall and processor seconds of runs; else None."""
-    wall, processor = (sum(column) for column in zip(*runs, strict=True))
-    waited = 1 - processor / wall
-    remark = f"the machine was busy: graphs waited for it {waited:.0%} of their time; repeat this when it is idle"
-    return remark if waited > _BUSY else None
-
-
 def check_length(name: str, most: int | None, lengths: Sequence[int]) -> None:
     """Refuse samples that a graph or a model has no positions for: ``argument-value``."""
     if most is not None and max(lengths, default=0) > most:
@@ -211,18 +176,17 @@ def check_length(name: str, most: int | None, lengths: Sequence[int]) -> None:
 
 
 def _take_turn(
-    session: Any, inputs: Mapping[str, NDArray[Any]], threads: int, name: str, before: Sequence[tuple[float, float]]
+    session: Any, inputs: Mapping[str, NDArray[Any]], threads: int, name: str, earlier: Sequence[tuple[float, float]]
 ) -> tuple[float, float]:
     """Median wall and processor seconds of a run, as a loop over this session alone would see them."""
-    feed = dict(inputs)
     if threads > 1:
         _wait_for_spinning()
-    if not before:
-        run_graph(session, feed, name)  # which makes room for the others
-    if not before or before[-1][0] < _LONG_SECONDS:
+    if not earlier:
+        run_graph(session, inputs, name)  # alone allocates what later runs use again
+    if not earlier or earlier[-1][0] < _LONG_SECONDS:
         until = time.perf_counter() + _WARM_SECONDS
         for _ in range(_MOST_RUNS):
-            session.run(None, feed)
+            session.run(None, inputs)
             if time.perf_counter() >= until:
                 break
     walls: list[float] = []
@@ -230,7 +194,7 @@ def _take_turn(
     until = time.perf_counter() + _TURN_SECONDS
     while not walls or (time.perf_counter() < until and len(walls) < _MOST_RUNS):
         processor, wall = time.process_time(), time.perf_counter()
-        session.run(None, feed)
+        session.run(None, inputs)
         walls.append(time.perf_counter() - wall)
         processors.append(time.process_time() - processor)
     return statistics.median(walls), statistics.median(processors)
@@ -243,3 +207,39 @@ def _wait_for_spinning() -> None:
         time.sleep(0.01)
         if time.process_time() - before < 0.002:
             return
+
+
+def compare_turns(turns: Turns, reference: str | None = None) -> list[GraphTime]:
+    """Intervals of ``LEAST_ROUNDS`` rounds or more, compared with the graph ``reference``; default: the first."""
+    times = []
+    for (threads, batch, length), by_graph in turns.items():
+        base = [wall for wall, _ in by_graph[reference or next(iter(by_graph))]]
+        for name, seconds in by_graph.items():
+            wall, processor = zip(*seconds, strict=True)
+            ratios = [first / second for first, second in zip(base, wall, strict=True)]
+            intervals = Interval.of(wall), Interval.of(processor), Interval.of(ratios)
+            times.append(GraphTime(name, batch, length, threads, *intervals))
+    return times
+
+
+def median_runs(turns: Turns) -> Iterator[tuple[str, float, float]]:
+    """Name, wall and processor seconds of a run of each graph, setting by setting."""
+    for by_graph in turns.values():
+        for name, seconds in by_graph.items():
+            wall, processor = map(statistics.median, zip(*seconds, strict=True))
+            yield name, wall, processor
+
+
+def estimate_round(turns: Turns) -> float:
+    """Seconds of one more round, with the runs before the timed ones, see ``_take_turn``."""
+    runs = [wall for _, wall, _ in median_runs(turns)]
+    warm = [min(max(run, _WARM_SECONDS), _MOST_RUNS * run) for run in runs if run < _LONG_SECONDS]
+    return sum(warm) + sum(min(max(run, _TURN_SECONDS), _MOST_RUNS * run) for run in runs)
+
+
+def find_busy(runs: Iterable[tuple[float, float]]) -> str | None:
+    """A remark where other programs took the processor, by wall and processor seconds of runs; else None."""
+    wall, processor = (sum(column) for column in zip(*runs, strict=True))
+    waited = 1 - processor / wall
+    remark = f"the machine was busy: graphs waited for it {waited:.0%} of their time; repeat this when it is idle"
+    return remark if waited > _BUSY else None

@@ -14,7 +14,7 @@ from support.refusals import refusal
 
 from shd_torch import deploy
 from shd_torch.cli import load_app
-from shd_torch.deploy.timing import find_busy, later_turns
+from shd_torch.deploy.timing import estimate_round, find_busy
 
 WIDTH, VOCABULARY = 16, 11
 TEXT = "int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask"
@@ -66,9 +66,9 @@ def test_a_busy_machine_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(("run", "turn"), [(1e-4, 0.04), (0.01, 0.15), (0.2, 0.4), (0.6, 0.6)])
-def test_the_length_of_later_turns_is_known_after_the_first(run: float, turn: float) -> None:
+def test_the_length_of_estimate_round_is_known_after_the_first(run: float, turn: float) -> None:
     """Runs that warm up, then those that count, at most 200 of each; a long run needs no others before it."""
-    assert later_turns({(1, 1, 8): {"graph": [(run, run)]}}) == pytest.approx(turn)
+    assert estimate_round({(1, 1, 8): {"graph": [(run, run)]}}) == pytest.approx(turn)
 
 
 def test_times_by_turns(graph: Path, tmp_path: Path) -> None:
