@@ -71,28 +71,26 @@ def squeeze_factored(
     values = expand_heads(values, teacher.num_heads)
     products = None if strategy == "mean" else _group_products(teacher, values, groups)
     solutions: list[AlphaSolution] = []
-    if products is None:
-        mixing = _identity(teacher).mean(1, keepdim=True).expand(-1, num_student_heads, -1)
+    if strategy == "constant":
+        solutions = constant_alphas(rounds, teacher.mixing)
+    elif products is not None:
+        grams = [
+            gram_of_products(product.double(), projection[list(group)], query_mask)
+            for product, group in zip(products, groups, strict=True)
+        ]
+        solutions = _solve_rounds(grams, groups, rounds, strategy, alpha_rule)
+    if products is None:  # an unmixed teacher's mixing is the identity
+        mixing = teacher.mixing.mean(1, keepdim=True).expand(-1, num_student_heads, -1)
+        supervision = replace(teacher, mixing=mixing, groups=(tuple(range(teacher.num_heads)),) * num_student_heads)
     else:
-        if strategy == "constant":
-            solutions = constant_alphas(rounds, teacher.mixing)
-        else:
-            grams = [
-                gram_of_products(product.double(), projection[list(group)], query_mask)
-                for product, group in zip(products, groups, strict=True)
-            ]
-            solutions = _solve_rounds(grams, groups, rounds, strategy, alpha_rule)
-        mixing = compose_rounds([solution.clipped for solution in solutions], rounds, _identity(teacher))
-    supervision = replace(
-        teacher,
-        mixing=mixing,
-        groups=groups if products is not None else (tuple(range(teacher.num_heads)),) * num_student_heads,
-    )
+        mixing = compose_rounds([solution.clipped for solution in solutions], rounds, teacher.mixing)
+        supervision = replace(teacher, mixing=mixing, groups=groups)
     residual = _residual(supervision, teacher, values, projection, products, groups, query_mask)
     return FactoredSqueeze(**report_squeeze(mixing, solutions, residual, rounds), supervision=supervision)
 
 
 def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    """For each group of k heads the products ``A_i V_j`` of its members, ``(B, k, k, L, d_v)``."""
     group_of = {member: group for group in groups for member in group}
     slots = []
     for slot in range(max(len(group) for group in groups)):
@@ -102,23 +100,20 @@ def _group_products(teacher: Factored, values: Tensor, groups: Sequence[Sequence
     return [torch.stack([product[:, list(group)] for product in slots[: len(group)]], dim=2) for group in groups]
 
 
-def _identity(teacher: Factored) -> Tensor:
-    batch, heads = teacher.shape[:2]
-    return teacher.mixing.expand(batch, heads, heads)
-
-
 def _solve_rounds(
     grams: list[Tensor], groups: Sequence[Sequence[int]], rounds: MergePlan, strategy: str, alpha_rule: str
 ) -> list[AlphaSolution]:
     """Run the plan on the groups' gram tensors (GRAM-4, MIX-4, MIX-5)."""
-    home = {member: number for number, group in enumerate(groups) for member in group}
-    orders = [list(group) for group in groups]  # the heads of each gram tensor, by a name
-    pool, fresh = sorted(home), len(home)  # the heads of the plan's pool, by the same names
+    # A merged head takes the next free number: positions in the plan's pool and in a gram tensor change each round.
+    group_of = {member: number for number, group in enumerate(groups) for member in group}
+    orders = [list(group) for group in groups]  # the heads of each gram tensor
+    pool, merged_head = sorted(group_of), len(group_of)
     solutions = []
     for one_round in rounds:
         round_solutions, merged = [], []
         for p, q in one_round:
-            number, (first, second) = home[pool[p]], (pool[p], pool[q])
+            first, second = pool[p], pool[q]
+            number = group_of[first]
             order, gram = orders[number], grams[number]
             places = order.index(first), order.index(second)
             solution = solve_gram_pair(gram, *places, alpha_rule)
@@ -126,12 +121,12 @@ def _solve_rounds(
                 solution = solution.hardened()
             round_solutions.append(solution)
             grams[number] = merge_gram(gram, *places, solution.clipped, check=False)
-            orders[number] = [fresh, *(name for name in order if name not in (first, second))]
-            home[fresh] = number
-            merged.append(fresh)
-            fresh += 1
+            orders[number] = [merged_head, *(head for head in order if head not in (first, second))]
+            group_of[merged_head] = number
+            merged.append(merged_head)
+            merged_head += 1
         used = {pool[position] for pair in one_round for position in pair}
-        pool = merged + [name for name in pool if name not in used]
+        pool = merged + [head for head in pool if head not in used]
         solutions.append(AlphaSolution(*(torch.stack(parts, dim=1) for parts in zip(*round_solutions, strict=True))))
     return solutions
 
