@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REPORT_VERSION: Final = 1
 """Of the JSON; ``specs/schemas/inspect.schema.json`` describes it. Members may be added under the same number."""
 
-_ROUNDS: Final = (
+_ROUNDING_NOTE: Final = (
     "quantised: maps are those of {}; a session with other outputs, optimisations or version may round otherwise. "
     "A cache names its own, and is resumed by the same."
 )
@@ -46,14 +46,14 @@ def inspect(teacher: TeacherPath, /, *, sites: str | None = None) -> Document:
     from shd_ref.teacher.session import describe_session
 
     model = load_teacher(teacher)
-    everything, specs = find_sites(model), input_specs(model)
-    chosen = select_sites(everything, sites)
-    decoder = find_kinds(everything, specs).decoder_inputs
+    all_sites, specs = find_sites(model), input_specs(model)
+    chosen = select_sites(all_sites, sites)
+    decoder = find_kinds(all_sites, specs).decoder_inputs
     console.print(_table(teacher, chosen))
     for reason in _reasons(chosen):
         console.print(reason, highlight=False)
     if rounds_in_run(model):
-        console.print(_ROUNDS.format(describe_session()), highlight=False)
+        console.print(_ROUNDING_NOTE.format(describe_session()), highlight=False)
     console.print()
     console.print(_inputs_table(specs, decoder))
     document = report_sites(teacher, chosen, specs, decoder)
@@ -105,8 +105,11 @@ def _reasons(sites: Sequence[AttentionSite]) -> list[str]:
     for site in sites:
         if site.reason:
             layers.setdefault(site.reason, []).append(site.layer)
-    runs = {reason: ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans(of)) for reason, of in layers.items()}
-    return [f"layer{'s' * (len(layers[reason]) > 1)} {numbers}: {reason}" for reason, numbers in runs.items()]
+    reasons = []
+    for reason, numbers in layers.items():
+        runs = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in spans(numbers))
+        reasons.append(f"layer{'s' * (len(numbers) > 1)} {runs}: {reason}")
+    return reasons
 
 
 def _inputs_table(specs: Sequence[InputSpec], decoder: Collection[str]) -> Table:
@@ -117,9 +120,9 @@ def _inputs_table(specs: Sequence[InputSpec], decoder: Collection[str]) -> Table
         table.add_column(title)
     past = [spec for spec in specs if spec.part == "past"]
     for spec in specs:
-        if spec.part == "past" and spec is not past[0]:
+        if spec in past[1:]:
             continue
-        more = f" and {len(past) - 1} more" if spec.part == "past" and len(past) > 1 else ""
+        more = f" and {len(past) - 1} more" if spec in past and len(past) > 1 else ""
         shape = ", ".join("?" if axis is None else str(axis) for axis in spec.shape)
         table.add_row(spec.name + more, spec.dtype, f"({shape})", _origin(spec, spec.name in decoder))
     return table

@@ -22,7 +22,9 @@ class Finding:
 
     call: Call
     wrong: Difference
-    order: tuple[int, ...]  # the smallest says most: recognised mistakes, then values, then state, then refusals
+    # The smallest says most: rank (recognised mistakes, then values, state, refusals), whether another operation
+    # failed, number of arguments, size of the arrays.
+    order: tuple[int, ...]
     title: str  # the change in the call, or around it
     looks_like: tuple[str, ...] = ()
     spec: str = ""  # the sentence that was broken, if it is just one
@@ -56,9 +58,9 @@ class OperationResult:
 
     operation: str
     calls: int = 0
-    answered: bool = False  # whether anything but that it is missing was said
+    answered: bool = False  # whether a reply was more than that it is missing
     findings: list[Finding] = field(default_factory=list)
-    lacks: set[str] = field(default_factory=set)  # options that are missing, words with their value
+    lacks: set[str] = field(default_factory=set)  # missing options, as ``option_tokens`` names them
     failed_parts: set[str] = field(default_factory=set)
 
     @property
@@ -117,26 +119,28 @@ class Report:
             return f"nothing was judged; lacks the dtype {self.dtype}, offers {', '.join(self.dtypes) or 'none'}"
         if not judged:
             return f"nothing was judged; lacks {', '.join(absent) if len(absent) < 9 else 'all operations'}"
-        core = all(name in judged and "core" not in judged[name].failed_parts for name in CORE)
-        few = [name for name in CORE if name in judged] if len(judged) > 8 else list(judged)
+        has_core = all(name in judged and "core" not in judged[name].failed_parts for name in CORE)
+        # More than fit a line are not all named.
+        named = [name for name in CORE if name in judged] if len(judged) > 8 else list(judged)
+        passed = [] if self.failures else named or ["what it offers"]
         missing = ["options", "other operations"] if core_only else self.not_judged
         lacks = absent if core_only else self.lacks
-        if core and not (self.failures or lacks or missing):
+        if has_core and not (self.failures or lacks or missing):
             return "conforms"
         parts = {
             "does not conform: ": [result.operation for result in self.failures],
-            "conforms to ": ["core"] if core else [] if self.failures else few or ["what it offers"],
+            "conforms to ": ["core"] if has_core else passed,
             "lacks ": lacks,
             "not judged: ": missing,
         }
-        return "; ".join(begin + ", ".join(names) for begin, names in parts.items() if names)
+        return "; ".join(label + ", ".join(names) for label, names in parts.items() if names)
 
     def summary(self) -> str:
         """For a terminal: one whole failure an operation, and the verdict."""
         failed = [(result.finding, result.operation) for result in self.failures if result.finding]
         failed.sort(key=lambda pair: pair[0].order)
         parts = [f"FAILED {finding.describe(self.dtype, self.seed, operation)}" for finding, operation in failed]
-        values = [finding for finding, _ in failed if finding.order[0] < 2]
+        values = [finding for finding, _ in failed if finding.order[0] < 2]  # neither state nor refusals
         if values and all(finding.narrow for finding in values):
             parts.append("Your answers look like float32: judge with --dtype float32, or enable 64 bits.")
         calls = sum(result.calls for result in self.results)
@@ -148,18 +152,20 @@ class Report:
         results = []
         for result in self.results:
             entry: dict[str, Any] = {name: getattr(result, name) for name in ("operation", "status", "calls")}
-            results.append(entry | {"lacks": sorted(result.lacks)})
+            entry["lacks"] = sorted(result.lacks)
             if finding := result.finding:
                 document = {
                     **finding.wrong._asdict(),
                     "called": finding.called,
                     "looks_like": list(finding.looks_like),
+                    "title": finding.title,
+                    "spec": finding.spec,
                 }
-                document |= {"title": finding.title, "spec": finding.spec}
                 with contextlib.suppress(NotSpokenError):
                     if finding.order[-1] <= _LARGEST_CALL:
                         document["call"] = make_request(finding.call.operation, finding.call.inputs, self.dtype)
-                results[-1] |= {"failures": len(result.findings), "finding": document}
+                entry |= {"failures": len(result.findings), "finding": document}
+            results.append(entry)
         names = ("dtype", "seed", "profile", "passed", "verdict", "lacks", "not_judged")
         run = {name: getattr(self, name) for name in names} | {"implementation": self.name, "results": results}
         return run | {"report_version": "2", "spec_edition": spec_edition()}
