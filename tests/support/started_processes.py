@@ -22,7 +22,7 @@ SERVER.set_forkserver_preload(
 def run_command(arguments: list[str]) -> None:
     from shd_ref.cli import load_app
 
-    load_app()(arguments)
+    raise SystemExit(load_app()(arguments))
 
 
 def start_command(arguments: list[str]) -> BaseProcess:

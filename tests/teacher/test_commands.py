@@ -1,11 +1,7 @@
 """What the commands of ``shd`` refuse, before they do any work, and how they say it."""
 
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +11,8 @@ import pytest
 from support.attention_graphs import token_samples, token_teacher
 from support.commands import shd
 from support.makers import contents
+
+from shd_ref.commands.terminal import console, messages
 
 make_tokens = partial(token_samples, 12, 6, seed=7)
 
@@ -124,32 +122,23 @@ def test_what_the_command_line_tells_is_refused_before_the_inputs_are_read(
     assert contents(tmp_path) == before
 
 
-ASK = """
-import json, sys
-from shd_ref.cli import load_app
-for words in json.load(sys.stdin):
-    assert load_app()(words) == 0
-"""
-
-
-def test_tables_fit_a_terminal(made: Path, tmp_path: Path) -> None:
+def test_tables_fit_a_terminal(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 80 columns, without a word cut short; commands and errors are single lines, so that they can be copied."""
+    monkeypatch.chdir(made)
+    for terminal in (console, messages):
+        monkeypatch.setattr(terminal, "width", 80)
     words = "t.onnx", "--inputs", "d.npz", "--student-heads", "2"
     cache = str(tmp_path / "part")
-    commands = [
+    for command in (
         ("inspect", "t.onnx"),
         ("plan", *words, "--plan", "balanced", "--strategy", "hard", "--logits", "topk", "--hidden", "last"),
         ("precompute", *words, "--out", cache, "--samples-per-shard", "5", "--shards", "0/3"),
         ("ls", cache),
         *((name, "--help") for name in ("inspect", "plan", "precompute", "verify", "report", "merge")),
-    ]
-    process = [sys.executable, "-c", ASK]  # consoles take their width when they are made
-    env = os.environ | {"COLUMNS": "80", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(process, input=json.dumps(commands), cwd=made, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for line in done.stdout.splitlines():
-        assert len(line) <= 80 or line.startswith(("next: ", "  shd ")), line
-        assert "…" not in line, line
+    ):
+        for line in shd(*command).splitlines():
+            assert len(line) <= 80 or line.startswith(("next: ", "  shd ")), line
+            assert "…" not in line, line
     assert "2 of 3 shards are missing" in shd("ls", cache)
 
 

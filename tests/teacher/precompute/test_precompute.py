@@ -1,9 +1,6 @@
 """Precompute from graph to cache and back: right numbers, resumable, refusing what does not fit."""
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +11,8 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from support.attention_graphs import bare_attention, bare_samples, encoder_layer, read_site, saved, vector_samples
+from support.commands import shd
+from support.faults import file_size_limit
 from support.refusals import refusal
 
 from shd_ref import squeeze_heads
@@ -32,7 +31,6 @@ from shd_ref.teacher.precompute.engine import precompute
 
 NUM_SAMPLES = 23
 LENGTH = 9
-ROOT = Path(__file__).resolve().parents[3]
 make_inputs = partial(vector_samples, NUM_SAMPLES, LENGTH)
 
 
@@ -214,24 +212,15 @@ def test_inputs_are_cast_without_loss_and_fixed_batches_are_filled(tmp_path: Pat
     assert sorted(index for batch in batches for index in batch.indices) == list(range(NUM_SAMPLES))
 
 
-@pytest.mark.slow
 def test_a_full_disk_loses_nothing(teacher: Path, tmp_path: Path) -> None:
-    """The process may not write files above a size; what was committed before stays whole, and a rerun finishes."""
+    """What was committed before no file could grow beyond a size stays whole, and a rerun finishes."""
     np.savez(tmp_path / "data.npz", **make_inputs())
-    code = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2);"
-        "from shd_ref.cli import main; main()"
-    )
-    command = [
-        *(sys.executable, "-c", code, "1700", "precompute", str(teacher), "--inputs", str(tmp_path / "data.npz")),
-        *("--student-heads", "2", "--out", str(tmp_path / "cache"), "--mask", "mask", "--samples-per-shard", "5"),
-    ]
-    failed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "300"})
-    assert failed.returncode == 1
-    assert "write-failed" in failed.stderr
+    command = ["precompute", teacher, "--inputs", tmp_path / "data.npz", "--student-heads", 2, "--mask", "mask"]
+    command += ["--samples-per-shard", 5, "--out", tmp_path / "cache"]
+    with file_size_limit(1700):
+        failed = shd(*command, code=1)
+    assert "write-failed" in failed
     assert (tmp_path / "cache" / "manifest.json").exists()
     assert not (tmp_path / "cache" / "SEALED.json").exists()
-    command[3] = str(2**30)
-    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    shd(*command)
     assert verify_cache(tmp_path / "cache").ok

@@ -1,8 +1,6 @@
 """One job divided among processes: whoever makes which shards, the cache is the same."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 from support.attention_graphs import saved, token_samples, token_teacher
 from support.commands import shd
 from support.makers import contents
+from support.started_processes import start_command
 
 from shd_ref.cache import list_cache, merge_caches, verify_cache
 from shd_ref.teacher import PrecomputeOptions, RunOptions
@@ -68,18 +67,10 @@ def test_processes_begin_one_folder_at_once(teacher: Path, tmp_path: Path) -> No
     np.savez(tmp_path / "data.npz", **make_tokens())
     arguments = [str(teacher), "--inputs", str(tmp_path / "data.npz"), "--student-heads", "2"]
     arguments += ["--samples-per-shard", "3", "--out", str(tmp_path / "cache")]
-    code = "from shd_ref.cli import main; main()"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, "precompute", *arguments, "--shards", f"{part}/3"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for part in range(3)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, outputs
+    processes = [start_command(["precompute", *arguments, "--shards", f"{part}/3"]) for part in range(3)]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 3
     assert verify_cache(tmp_path / "cache").ok
 
 
