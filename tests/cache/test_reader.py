@@ -33,18 +33,6 @@ def test_partial_cache_is_refused_unless_allowed(tmp_path: Path) -> None:
     assert missing == ["SEALED.json", "receipts/000000.json"]
 
 
-def test_one_damaged_record_stops_its_batch(folder: Path) -> None:
-    reader = CacheReader(folder)
-    shard, key = folder / "shards/02/000002.safetensors", key_of(job().shard_samples(2)[-1])
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    with refusal("cache-corrupt", r"000002\.safetensors: record \d+ layer 2: bytes .* XXH3-64"):
-        reader.read_batch([key_of(0), key, key_of(1)])
-    with refusal("sample-missing", "must hold sample 00"):
-        reader.read_batch([key_of(0), "00" * 16])
-
-
 def test_missing_receipt_of_a_sealed_cache(folder: Path) -> None:
     (folder / "receipts/000002.json").unlink()
     with refusal("cache-incomplete", r"receipts/000002\.json must exist"):
