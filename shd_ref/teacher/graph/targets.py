@@ -62,10 +62,15 @@ def find_targets(
 
     ``sites`` are all its attention sites, from ``find_sites``; ``kinds`` tell a decoder's apart, from ``find_kinds``.
     """
-    of_decoder = kinds is not None and bool(kinds.kinds)
-    blocks = [site for site in sites if kinds is None or kinds.kind(site) in (None, "decoder")]
+    kinds = kinds or SiteKinds({})
+    of_decoder = bool(kinds.kinds)
+    blocks = [site for site in sites if kinds.kind(site) in (None, "decoder")]
     layers = sorted(set(options.hidden_layers))
-    if layers and kinds is not None and of_decoder and not (blocks and kinds.decoder_inputs):
+    unknown = [site for site in blocks if of_decoder and kinds.kind(site) is None]
+    if layers and unknown:
+        rule = "hidden states are counted by the blocks of the decoder"
+        raise graph_unsupported(f"{rule}, and {unknown[0].label} may be one of the decoder's: {unknown[0].reason}")
+    if layers and of_decoder and not (blocks and kinds.decoder_inputs):
         rule = "hidden states with cross attention are a decoder's, with self-attention and inputs of its own"
         raise graph_unsupported(f"{rule}; this graph lacks them: run the teacher live (OnlineTeacher)", "CACHE-175")
     if options.embeddings is not None and of_decoder:

@@ -138,11 +138,21 @@ def test_keys_that_are_another_input_as_it_is_are_cross_attention(tmp_path: Path
     assert sorted(reader.decode(reader.read(key), 0).shape for key in reader) == [(1, 5, n) for n in sorted(lengths)]
 
 
-@pytest.mark.parametrize("sites", [None, "0"])
-def test_a_site_without_a_kind_is_not_left_out_without_a_word(sites: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (PrecomputeOptions(2), "attention site 0 .* cannot be squeezed: .* not over the last axis"),
+        (PrecomputeOptions(2, sites="0"), "attention site 0 .* cannot be squeezed: .* not over the last axis"),
+        (PrecomputeOptions(form="none", hidden=(1,)), "attention site 0 .* may be one of the decoder's"),
+    ],
+    ids=["all sites", "that site", "hidden states"],
+)
+def test_a_site_without_a_kind_is_not_left_out_without_a_word(
+    options: PrecomputeOptions, message: str, tmp_path: Path
+) -> None:
     model, data = encoder_decoder(), {}
     next(node for node in model.graph.node if node.op_type == "Softmax").attribute[0].i = 2
     for prefix in ("", "decoder_"):
         data |= {prefix + name: array % 30 for name, array in token_samples(3, 5).items()}
-    with refusal("graph-unsupported", "attention site 0 .* cannot be squeezed: .* not over the last axis"):
-        precompute(saved(model, tmp_path), data, tmp_path / "cache", PrecomputeOptions(2, sites=sites))
+    with refusal("graph-unsupported", message):
+        precompute(saved(model, tmp_path), data, tmp_path / "cache", options)
