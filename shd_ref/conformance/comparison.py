@@ -99,8 +99,8 @@ def _path(keys: Sequence[Any]) -> str:
 
 def _compare_exactly(keys: Sequence[Any], right: Any, near: Sequence[Any], got: Any, *_: Any) -> Difference | None:
     expected, actual = as_plain(right), as_plain(got)
-    turned = any(as_plain(other) != expected for other in near)  # last bits decide
-    if turned or (actual == expected and _kinds(actual) == _kinds(expected)):
+    is_undecided = any(as_plain(other) != expected for other in near)  # the last bits of the inputs decide
+    if is_undecided or (actual == expected and _kinds(actual) == _kinds(expected)):
         return None
     return Difference(_path(keys), f"{_path(keys)} is wrong", abbreviate(expected), abbreviate(actual))
 

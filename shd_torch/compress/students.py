@@ -59,7 +59,8 @@ def prepare_training(run: Run, samples: int | None = None) -> TrainingConfig:
 
     def write_maps() -> None:
         run.progress(0, 0, "the teacher is exported with its maps")
-        inputs, with_states = example_inputs(run.model, list(rows[0])), run.task.hides_states
+        inputs = example_inputs(run.model, list(rows[0]))
+        with_states = run.task.HAS_STATES and run.task.LOGITS != "none"  # behind the head
         export_teacher(run.model, inputs, run.graphs / MAPS, with_states=with_states)
 
     run.find("maps", write_maps, f"graphs/{MAPS}*")

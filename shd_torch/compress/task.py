@@ -91,11 +91,6 @@ class Task(ABC):
         """Agreement with labels by name, of the summary of all labelled rows in their order; nothing: undefined."""
         return {}
 
-    @property
-    def hides_states(self) -> bool:
-        """Whether the last states are behind a head."""
-        return self.HAS_STATES and self.LOGITS != "none"
-
     def targets(self, num_layers: int) -> PrecomputeOptions:
         """Options of the cache of a teacher with so many layers, without attention."""
         hidden = (num_layers,) if self.HAS_STATES else ()
