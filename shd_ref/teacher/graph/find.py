@@ -231,6 +231,16 @@ def find_kinds(sites: Sequence[AttentionSite], specs: Sequence[InputSpec]) -> Si
     return SiteKinds({site.layer: kind_of(site) for site in readable}, own_keys, decoder_inputs, decoder_mask)
 
 
+def check_kinds(sites: Sequence[AttentionSite], specs: Sequence[InputSpec], kinds: SiteKinds) -> None:
+    """Refuse a graph of two sequences, by the names of its inputs, whose cross attention was not read."""
+    unread = [site for site in sites if site.cross is None]
+    of_decoder = {spec.name.startswith("decoder_") for spec in specs if len(spec.shape) > 1 and spec.part != "past"}
+    if unread and len(of_decoder) == 2 and not kinds.kinds:
+        site, rule = unread[0], "masks of two sequences must be those of their sites"
+        why = site.reason or "its queries and keys were not found"
+        raise graph_unsupported(f"{rule}; {site.label} may be cross attention: {why}", "CACHE-105")
+
+
 def _sources(tensor: ir.Value | None) -> frozenset[str]:
     return frozenset() if tensor is None else frozenset(str(value.name) for value in ancestors(tensor))
 

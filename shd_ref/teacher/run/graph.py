@@ -21,6 +21,7 @@ from shd_ref.teacher.graph.find import (
     AttentionSite,
     Chosen,
     SiteKinds,
+    check_kinds,
     choose_layers,
     find_kinds,
     find_sites,
@@ -89,6 +90,7 @@ class TeacherGraph:
         if endless is not None:  # also where no attention is requested
             raise graph_unsupported(endless)
         kinds = find_kinds(sites, taken)
+        check_kinds(sites, taken, kinds)
         selected = select_sites(sites, options.sites) if sites and options.has_attention else ()
         layers, num_student_layers, counts = choose_layers(sites, selected, kinds, options)
         targets = find_targets(model, sites, options, kinds)

@@ -138,21 +138,26 @@ def test_keys_that_are_another_input_as_it_is_are_cross_attention(tmp_path: Path
     assert sorted(reader.decode(reader.read(key), 0).shape for key in reader) == [(1, 5, n) for n in sorted(lengths)]
 
 
+NOT_LAST = "not over the last axis"
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("number", "options", "message"),
     [
-        (PrecomputeOptions(2), "attention site 0 .* cannot be squeezed: .* not over the last axis"),
-        (PrecomputeOptions(2, sites="0"), "attention site 0 .* cannot be squeezed: .* not over the last axis"),
-        (PrecomputeOptions(form="none", hidden=(1,)), "attention site 0 .* may be one of the decoder's"),
+        (0, PrecomputeOptions(2), f"attention site 0 .* cannot be squeezed: .* {NOT_LAST}"),
+        (0, PrecomputeOptions(2, sites="0"), f"attention site 0 .* cannot be squeezed: .* {NOT_LAST}"),
+        (0, PrecomputeOptions(form="none", hidden=(1,)), "attention site 0 .* may be one of the decoder's"),
+        (2, PrecomputeOptions(2, sites="1"), f"attention site 2 .* may be cross attention: .* {NOT_LAST}"),
+        (2, PrecomputeOptions(form="none", logits="topk"), "attention site 2 .* may be cross attention"),
     ],
-    ids=["all sites", "that site", "hidden states"],
+    ids=["all sites", "that site", "hidden states", "the decoder's", "logits"],
 )
-def test_a_site_without_a_kind_is_not_left_out_without_a_word(
-    options: PrecomputeOptions, message: str, tmp_path: Path
+def test_a_site_that_is_not_read_is_not_left_out_without_a_word(
+    number: int, options: PrecomputeOptions, message: str, tmp_path: Path
 ) -> None:
     model, data = encoder_decoder(), {}
-    next(node for node in model.graph.node if node.op_type == "Softmax").attribute[0].i = 2
-    for prefix in ("", "decoder_"):
-        data |= {prefix + name: array % 30 for name, array in token_samples(3, 5).items()}
+    [node for node in model.graph.node if node.op_type == "Softmax"][number].attribute[0].i = 2
+    for seed, prefix in enumerate(("", "decoder_")):
+        data |= {prefix + name: array % 30 for name, array in token_samples(3, 5, seed=seed).items()}
     with refusal("graph-unsupported", message):
         precompute(saved(model, tmp_path), data, tmp_path / "cache", options)
