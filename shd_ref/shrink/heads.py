@@ -28,6 +28,7 @@ from shd_ref.merging.plans import MergePlan, Pair, merge_plan, plan_groups
 from shd_ref.tolerances import tie_width
 
 Forms: TypeAlias = NDArray[np.floating[Any] | np.complexfloating[Any, Any]]
+"""Factors of bilinear forms; complex for entries that rotate."""
 
 PLANS: tuple[str, ...] = ("auto", "matched", "balanced", "progressive")
 
@@ -64,8 +65,8 @@ class HeadWeights:
     @property
     def reads(self) -> list[int]:
         """For each query head the key and value head that it reads (MAP-6)."""
-        per = self.num_heads // self.num_kv_heads
-        return [head // per for head in range(self.num_heads)]
+        heads_per_kv = self.num_heads // self.num_kv_heads
+        return [head // heads_per_kv for head in range(self.num_heads)]
 
     @property
     def logit_scale(self) -> float:
@@ -103,8 +104,8 @@ class HeadMerge:
         student, teacher = self.mixing.shape
         if teacher % num_kv_heads or student % num_kv_heads:
             return False
-        before, after = teacher // num_kv_heads, student // num_kv_heads
-        return all(t // before == h // after for h, group in enumerate(self.groups) for t in group)
+        teacher_per_kv, student_per_kv = teacher // num_kv_heads, student // num_kv_heads
+        return all(t // teacher_per_kv == h // student_per_kv for h, group in enumerate(self.groups) for t in group)
 
 
 def merge_heads(gram: Array, num_student_heads: int, kind: str, num_kv_heads: int) -> HeadMerge:
@@ -166,14 +167,17 @@ def grouped_plan(gram: Array, num_student_heads: int, num_kv_heads: int) -> Merg
 
 
 def _pooled_error(gram: Array, p: int, q: int) -> float:
-    """``E(a*)`` of a pair, summed over the calibration, from the pool's gram tensor ``(1, H, H, H, H)``."""
+    """``E(a*)`` of a pair, summed over the calibration, from the pool's gram tensor ``(1, H, H, H, H)``.
+
+    ``E(a) = || a (u + w) - u ||^2`` with ``u = (A_p - A_q) X_p`` and ``w = (A_p - A_q) X_q``.
+    """
     pair = _pair_gram(gram, p, q)
-    u, uw, w = (
+    uu, uw, ww = (
         float(pair[0, 0, j, 0, k] - pair[0, 0, j, 1, k] - pair[0, 1, j, 0, k] + pair[0, 1, j, 1, k])
         for j, k in ((0, 0), (0, 1), (1, 1))
     )
     alpha = float(solve_alpha_from_gram(pair, 0, 1)[0])
-    return alpha**2 * (u + 2 * uw + w) - 2 * alpha * (u + uw) + u  # || a (u + w) - u ||^2
+    return alpha**2 * (uu + 2 * uw + ww) - 2 * alpha * (uu + uw) + uu
 
 
 def _solve_round(gram: Array, one_round: Sequence[Pair]) -> Array:
@@ -220,13 +224,13 @@ def concatenate_heads(weights: HeadWeights, merge: HeadMerge, head_dim: int) -> 
     c, groups = merge.mixing, merge.groups
     d, d_v = weights.query.shape[2], weights.value.shape[2]
     ratio = weights.logit_scale * head_dim**0.5
-    size, rows = len(groups), weights.query.shape[1]
-    output = np.zeros((size, head_dim, weights.output.shape[2]))
+    num_heads, width = len(groups), weights.query.shape[1]
+    output = np.zeros((num_heads, head_dim, width))
     merged: dict[str, Any] = {}
     for name in ("query", "key", "value"):
-        merged[name] = np.zeros((size, rows, head_dim))
+        merged[name] = np.zeros((num_heads, width, head_dim))
         if getattr(weights, f"{name}_bias") is not None:
-            merged[f"{name}_bias"] = np.zeros((size, head_dim))
+            merged[f"{name}_bias"] = np.zeros((num_heads, head_dim))
     for head, group in enumerate(groups):
         for order, t in enumerate(group):
             kv = weights.reads[t]
@@ -255,7 +259,7 @@ def low_rank_heads(
 ) -> HeadWeights:
     """The nearest heads of a given length, by rank, under the inputs' second moment S (and S_k of the keys).
 
-    The logits of student head h ask for ``M_h = (s / s') sum c_t W_Q,t W_K,t^T``; heads that share a key head take
+    The logits of student head h are of ``M_h = (s / s') sum c_t W_Q,t W_K,t^T``; heads that share a key head take
     the factors with the least ``sum_h || S^(1/2) (M_h - W_Q,h' W_K'^T) S_k^(1/2) ||^2``. With rotary positions each
     pair of entries is one complex number and gets rank one of ``w_Q w_K^H``, slow pairs together; without, S_k is
     centred, since the softmax ignores what is equal for all keys. Values alike: ``N_h = sum W_V,t W_O,t`` under S.
@@ -279,7 +283,7 @@ def low_rank_heads(
     """
     c, width = merge.mixing, weights.query.shape[1]
     scaled = weights.logit_scale * head_dim**0.5 * c
-    reads, per = weights.reads, c.shape[0] // num_kv_heads
+    reads, heads_per_kv = weights.reads, c.shape[0] // num_kv_heads
     root, inverse = moment_roots(moment, ridge)
     queries = root @ _with_bias(weights.query, weights.query_bias)
     values = (root @ _with_bias(weights.value, weights.value_bias if weights.output_bias is None else None))[reads]
@@ -289,7 +293,7 @@ def low_rank_heads(
     query, key = np.zeros((c.shape[0], width + 1, head_dim)), np.zeros((num_kv_heads, len(key_root), head_dim))
     value, output = np.zeros((num_kv_heads, width + 1, head_dim)), np.zeros((c.shape[0], head_dim, width))
     for kv in range(num_kv_heads):
-        heads = slice(kv * per, kv * per + per)
+        heads = slice(kv * heads_per_kv, (kv + 1) * heads_per_kv)
         groups = merge.groups[heads]
         if slow is None:
             query[heads], key[kv] = _factor_groups(queries, keys, scaled[heads], groups, head_dim)
@@ -327,11 +331,10 @@ def _fill_rotary(
         left, right = _factor_groups(lefts, rights, c, groups, 1)
         query[..., i], query[..., j] = left[..., 0].real, left[..., 0].imag
         key[..., i], key[..., j] = right[..., 0].real, right[..., 0].imag
-    still = np.concatenate([first[slow], second[slow], np.arange(2 * len(first), queries.shape[2])])
-    if len(still):
-        query[..., still], key[..., still] = _factor_groups(
-            queries[..., still], keys[..., still], c, groups, len(still)
-        )
+    fixed = np.concatenate([first[slow], second[slow], np.arange(2 * len(first), queries.shape[2])])
+    if len(fixed):
+        factors = _factor_groups(queries[..., fixed], keys[..., fixed], c, groups, len(fixed))
+        query[..., fixed], key[..., fixed] = factors
 
 
 def _factor_groups(
@@ -353,15 +356,14 @@ def factor_forms(lefts: Sequence[Forms], rights: Sequence[Forms], rank: int) -> 
     """
     basis, core = np.linalg.qr(np.concatenate(rights, axis=1))
     ends = np.cumsum([matrix.shape[1] for matrix in rights])[:-1]
-    sides = [np.linalg.qr(matrix) for matrix in lefts]
-    cores = [side @ matrix.conj().T for (_, side), matrix in zip(sides, np.split(core, ends, axis=1), strict=True)]
-    u, singular, v = np.linalg.svd(np.concatenate(cores), full_matrices=False)
+    bases = [np.linalg.qr(matrix) for matrix in lefts]
+    cores = [r @ matrix.conj().T for (_, r), matrix in zip(bases, np.split(core, ends, axis=1), strict=True)]
+    u, singular, vh = np.linalg.svd(np.concatenate(cores), full_matrices=False)
     count = min(rank, len(singular))
-    half = np.sqrt(singular[:count])
-    right = basis @ v[:count].conj().T
-    scale = half * leading_phases(right)
+    right = basis @ vh[:count].conj().T
+    scale = np.sqrt(singular[:count]) * leading_phases(right)
     rows = np.split(u[:, :count] * scale, np.cumsum([len(matrix) for matrix in cores])[:-1])
-    left = np.stack([side @ matrix for (side, _), matrix in zip(sides, rows, strict=True)])
+    left = np.stack([q @ matrix for (q, _), matrix in zip(bases, rows, strict=True)])
     missing = rank - count
     return np.pad(left, ((0, 0), (0, 0), (0, missing))), np.pad(right * scale, ((0, 0), (0, missing)))
 

@@ -25,7 +25,7 @@ class SizeNames(NamedTuple):
 
     heads: str = "num_attention_heads"
     layers: str = "num_hidden_layers"
-    neurons: str = "intermediate_size"  # "mlp_ratio" multiplies the width; None means four times the width
+    neurons: str = "intermediate_size"  # "mlp_ratio" multiplies the width; a value of None is four times it
     widths: tuple[str, ...] = ("hidden_size",)  # all that hold the width of the stream
 
 
@@ -44,7 +44,7 @@ class Family:
     ffn: tuple[tuple[str, ...], str]  # readers of the stream (gate and values may be one matrix), and the last matrix
     norms: tuple[str, str] | None  # of the attention and of the FFN; none where a norm lies on the stream
     final_norm: str | None  # after the last layer; None where there is none
-    activation: str | None = None  # between them; None where a gate makes it more than that
+    activation: str | None = None  # of the FFN; None where that is gated
     norm: str = "layer"  # "rms", "rms-plus-one" (the scale is stored less one) or "layer"
     # parameters that write to the stream, each with the axis of its channels
     embeddings: tuple[tuple[str, int], ...] = ()
@@ -62,7 +62,7 @@ class Family:
     sizes: SizeNames = _USUAL_NAMES
     stack: str | None = None  # "encoder" or "decoder" of an architecture that has both
     is_alone: bool = False  # whether a model has this stack only
-    # "heads" or "neurons" where other parts of the model have the configuration's too
+    # "heads" or "neurons" whose number in the configuration holds for other parts of the model too
     shared: tuple[str, ...] = ()
     first_only: tuple[str, ...] = ()  # modules of the first layer that serve all layers
     maps: str | None = None  # the module that reads the maps of an attention that transformers cannot exchange
@@ -74,9 +74,9 @@ class Family:
     variants: tuple[tuple[str, Any, Mapping[str, Any]], ...] = ()
 
     def fitted(self, config: Any) -> Family:
-        """The row of the models that a configuration describes."""
-        changes = [changed for option, value, changed in self.variants if getattr(config, option) == value]
-        return replace(self, **{name: entry for changed in changes for name, entry in changed.items()})
+        """The family with the variants that a configuration describes."""
+        changes = [change for option, value, change in self.variants if getattr(config, option) == value]
+        return replace(self, **{name: entry for change in changes for name, entry in change.items()})
 
     @property
     def attention(self) -> str:
@@ -138,13 +138,13 @@ class Family:
         return [take_columns(rows[0], half) for half in np.split(np.arange(rows[0][0].shape[1]), 2)]
 
     def write_readers(self, layer: nn.Module, readers: Sequence[Rows]) -> None:
-        """Put what ``read_readers`` gave, or narrower ones, into a layer."""
+        """Put the matrices of ``read_readers``, or narrower ones, into a layer."""
         rows = readers if len(readers) == len(self.ffn[0]) else [side_by_side(readers)]
         for name, reader in zip(self.ffn[0], rows, strict=True):
             write_linear(find_part(layer, name), *reader)
 
     def middle_of(self, read: Tensor, stream: Tensor) -> Tensor:
-        """The stream after the attention, from what the middle read and the stream before the layer."""
+        """The stream after the attention, from the middle's input and the stream before the layer."""
         return stream + read if self.is_parallel else read
 
     def read_last(self, layer: nn.Module) -> Rows:
@@ -217,7 +217,7 @@ _BART = Family(
     final_norm=None,
     free_head_dim=False,
 )
-_BEFORE: dict[str, Any] = {
+_PRE_NORM: dict[str, Any] = {
     "middle": "final_layer_norm",
     "end": None,
     "norms": ("self_attn_layer_norm", "final_layer_norm"),
@@ -309,7 +309,7 @@ FAMILIES: dict[str, Family] = {
     "opt": replace(
         _BART,
         layers="decoder.layers",
-        variants=(("do_layer_norm_before", True, _BEFORE | {"final_norm": "decoder.final_layer_norm"}),),
+        variants=(("do_layer_norm_before", True, _PRE_NORM | {"final_norm": "decoder.final_layer_norm"}),),
         embeddings=(("decoder.embed_tokens.weight", 1), ("decoder.embed_positions.weight", 1)),
         sizes=SizeNames(neurons="ffn_dim", widths=("hidden_size", "word_embed_proj_dim")),
     ),
@@ -364,7 +364,7 @@ FAMILIES: dict[str, Family] = {
         refused=(("heads by layer", "all layers add the same position biases, one per head"),),
     ),
     "bart": _bart("encoder"),
-    "whisper": _bart("encoder", **_BEFORE),
+    "whisper": _bart("encoder", **_PRE_NORM),
     "t5": _t5("encoder", "layer.1", "num_layers"),
     "vit": _VIT,
     "deit": _VIT,
@@ -381,7 +381,7 @@ FAMILIES: dict[str, Family] = {
 
 DECODERS: dict[str, Family] = {
     "bart": _bart("decoder"),
-    "whisper": _bart("decoder", **_BEFORE | {"middle": "encoder_attn_layer_norm"}),
+    "whisper": _bart("decoder", **_PRE_NORM | {"middle": "encoder_attn_layer_norm"}),
     "t5": _t5("decoder", "layer.2", "num_decoder_layers"),
 }
 """The decoders of those; their cross attention stays as it is."""
@@ -392,19 +392,20 @@ def family_of(model: nn.Module, stack: str | None = None) -> Family:
     config = getattr(model, "config", None)
     name = getattr(config, "model_type", None) or type(model).__name__
     family = check_config(config, name)
-    rows = {row.stack: row for row in (family, DECODERS.get(name, family))}
-    present = [key for key, row in rows.items() if key is None or has_part(base_of(model), row.layers)]
+    stacks = {entry.stack: entry for entry in (family, DECODERS.get(name, family))}
+    present = [key for key, entry in stacks.items() if key is None or has_part(base_of(model), entry.layers)]
     chosen = present[0] if stack is None and len(present) == 1 else stack
     rule = f"be {' or '.join(map(str, present))} for a {type(model).__name__}"
     need(chosen in present, "argument-value", "stack", rule, repr(stack))
-    row = rows[chosen].fitted(config)
+    family = stacks[chosen].fitted(config)
     if chosen is None or len(present) > 1:
-        return row
-    return replace(row, is_alone=True, shared=() if chosen == "encoder" else row.shared)
+        return family
+    # A decoder's cross attention stays, alone too, and shares the number of heads.
+    return replace(family, is_alone=True, shared=() if chosen == "encoder" else family.shared)
 
 
-def row_of(name: str, config: Any) -> Family:
-    """The row of a configuration that ``custom_config`` wrote, for a model of a known family."""
+def custom_family(name: str, config: Any) -> Family:
+    """The family of a configuration that ``custom_config`` wrote; ``name`` is that of its model type."""
     is_decoder = getattr(config, "shrunk_stack", None) == "decoder"
     return (DECODERS if is_decoder and name in DECODERS else FAMILIES)[name].fitted(config)
 

@@ -103,7 +103,7 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher", *, ke
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    from shd_torch.shrink.families import FAMILIES, row_of
+    from shd_torch.shrink.families import FAMILIES, custom_family
     from shd_torch.shrink.sizes import PREFIX, check_dropped, custom_class, read_dropped, read_kind
 
     folder = Path(source)
@@ -125,7 +125,7 @@ def read_config(source: str | os.PathLike[str], argument: str = "teacher", *, ke
         raise ShdError("read-failed", f"{rule}; got a {name} and {raw.get('architectures')}")
     try:
         config = custom_class(stock).config_class.from_dict(dict(raw))
-        family = row_of(name, config)
+        family = custom_family(name, config)
         check_dropped(read_dropped(config), family, config, range(getattr(config, family.sizes.layers)))
     except Exception as error:
         message = f"{str(folder)!r} must hold a student's configuration: {error}"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shd_ref.errors import ShdError, need
 from shd_ref.integers import as_index, check_integer
-from shd_torch.shrink.families import Family, find_part, row_of
+from shd_torch.shrink.families import Family, custom_family, find_part
 from shd_torch.shrink.options import ShrinkOptions
 
 PREFIX = "Custom"
@@ -407,7 +407,7 @@ def custom_class(stock: Any) -> Any:
     name = stock.config_class.model_type
 
     def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        family = row_of(name, config)
+        family = custom_family(name, config)
         with _stock_heads(config, family):
             stock.__init__(self, config, *args, **kwargs)
         build_layers(self, family, config)
@@ -443,7 +443,7 @@ def _config_class(stock: Any) -> Any:
     import transformers
 
     def validate(self: Any) -> None:
-        with _stock_heads(self, row_of(stock.model_type, self)):
+        with _stock_heads(self, custom_family(stock.model_type, self)):
             stock.validate(self)
 
     name = _KIND.format(stock.model_type)
@@ -458,7 +458,7 @@ def custom_config(config: Any, family: Family, dropped: Dropped, sizes: Sequence
     entries = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
     entries |= {_LISTS[0]: list(dropped.attention), _LISTS[1]: list(dropped.activations)}
     if family.stack is not None:
-        entries["shrunk_stack"] = family.stack  # for row_of
+        entries["shrunk_stack"] = family.stack  # for custom_family
     if sizes is not None:
         entries["layer_sizes"] = [asdict(layer) for layer in sizes]
     stock: Any = type(config)
