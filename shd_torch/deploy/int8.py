@@ -136,9 +136,8 @@ def _split_samples(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
     """Samples to compare on, and others to find ranges by."""
     if inputs is None:
-        drawn = (DRAWN_SAMPLES, 0), (_CALIBRATION_SAMPLES, 1)
-        first, second = (reader.draw(count, reader.longest(length), seed) for (count, length), seed in drawn)
-        return first, second
+        (count, length), (more, longer) = DRAWN_SAMPLES, _CALIBRATION_SAMPLES
+        return reader.draw(count, reader.longest(length)), reader.draw(more, reader.longest(longer), seed=1)
     arrays = _match_inputs(inputs, reader)
     if len(next(iter(arrays.values()))) < 2 or not reader.has_batch:
         return arrays, arrays

@@ -141,8 +141,7 @@ def _residual(
     query_mask: Tensor | None,
 ) -> Tensor:
     """Relative Frobenius error of the merged output per sample (MIX-8), as ``sum_t (A~_h(t) - A_t) X_t``."""
-    target = torch.zeros((values.shape[0], teacher.shape[2], projection.shape[2]), dtype=torch.float64)
-    target = target.to(teacher.device)
+    target = values.new_zeros((len(values), teacher.shape[2], projection.shape[2]), dtype=torch.float64)
     error = torch.zeros_like(target)
     for head, group in enumerate(groups):
         members = list(group)

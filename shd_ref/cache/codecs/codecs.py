@@ -19,7 +19,8 @@ from shd_ref.integers import check_option
 
 FloatArray = NDArray[np.float32] | NDArray[np.float64]
 
-CODECS: Final = ("float32", "sqrt8-row", "u4")
+_BITS: Final = {"float32": 32, "sqrt8-row": 8, "u4": 4}
+CODECS: Final = tuple(_BITS)
 
 SMALLEST_PROB: Final = 2.0**-126
 """The smallest normal float32. Anything below counts as zero: accelerators flush it (CACHE-111)."""
@@ -29,8 +30,6 @@ SQRT8_LEVELS: Final = 255
 
 U4_LEVELS: Final = 15
 """Code of the row's largest entry in ``u4``; codes go as the cube root of the probability."""
-
-_BITS: Final = {"float32": 32, "sqrt8-row": 8, "u4": 4}
 
 
 def code_dtype(codec: str) -> np.dtype[Any]:

@@ -52,12 +52,11 @@ class RemoteStorage(Storage):
         return functools.partial(self._fill, name)
 
     def _fill(self, name: str, start: int, parts: Sequence[NDArray[np.uint8]]) -> int:
-        data = np.frombuffer(self.read_range(name, start, start + sum(map(len, parts))), dtype=np.uint8)
-        offset = 0
+        data = self.read_range(name, start, start + sum(map(len, parts)))
+        rest = np.frombuffer(data, dtype=np.uint8)
         for buffer in parts:
-            piece = data[offset : offset + len(buffer)]
+            piece, rest = rest[: len(buffer)], rest[len(buffer) :]
             buffer[: len(piece)] = piece
-            offset += len(buffer)
         return len(data)
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
