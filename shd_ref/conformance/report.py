@@ -22,8 +22,7 @@ class Finding:
 
     call: Call
     wrong: Difference
-    # The smallest says most: rank (recognised mistakes, then values, state, refusals), whether another operation
-    # failed, number of arguments, size of the arrays.
+    # The smallest says most: recognised mistakes, then values, state, refusals; at last the size of all arrays.
     order: tuple[int, ...]
     title: str  # the change in the call, or around it
     looks_like: tuple[str, ...] = ()

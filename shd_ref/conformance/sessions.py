@@ -1,7 +1,7 @@
 """Sessions: a drawn call and what may follow it, each with the reference's answer.
 
-A session is a call; the same with one thing spoiled; another operation in between; the same arrays written over; the
-first call again; or several calls at once. Whatever the reference does (a value or a code) is right.
+A session is a call, and after it the same with one thing spoiled, another operation, the same arrays written over,
+or the first call again; or it is several calls at once. Whatever the reference does (a value or a code) is right.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from shd_ref.tolerances import row_sum_tolerance
 _PLACES = re.compile(r"\b(layer|sample|head|row|key) (\d+)")
 _MASKS = ("attn_mask", "query_mask", "loss_mask")
 _MASK_KINDS = ("int64", "uint8", "int8", "float64", "float32", "object")
-_COUNT = (0, -1, True, 2.5)
-# What numbers are tried as; the reference decides whether they may be.
-_TRIED = {
+_COUNTS = (0, -1, True, 2.5)
+# What else is tried for a number; the reference decides whether it may be.
+_TRIALS = {
     "temperature": (0, -1.0, np.nan, np.inf, True),
     "beta": (-1.0, -1e-9, np.nan, np.inf, True),
     **dict.fromkeys(("scale", "teacher_scale"), (np.nan, np.inf, True)),
-    **dict.fromkeys(("num_teacher_heads", "num_student_heads", "groups", "block_size", "top_k"), _COUNT),
-    **dict.fromkeys(("num_teacher_layers", "num_student_layers"), _COUNT),
+    **dict.fromkeys(("num_teacher_heads", "num_student_heads", "groups", "block_size", "top_k"), _COUNTS),
+    **dict.fromkeys(("num_teacher_layers", "num_student_layers"), _COUNTS),
     **dict.fromkeys("pq", (-1, 99, True, 0.5)),
     "relu": (1, 0, 0.5),
 }
-_SEVERAL = 32  # heads of all samples
-_OF_VALUES = {"support-mismatch", "not-a-distribution"}  # refusals that depend on numbers
+_FEW_HEADS = 32  # heads of all samples
+_VALUE_CODES = {"support-mismatch", "not-a-distribution"}  # refusals that depend on numbers
 
 
 @dataclass
@@ -78,12 +78,12 @@ class Call:
         """The reference's outputs for nudged inputs, the last four 30 times as far; none where it refuses some."""
         rng, answers = np.random.default_rng(self.seed), []
         scores = self.inputs.get("queries", 0.5) if "scores" in FACTORS[self.operation] else 0.5
-        tied = bool(np.all(scores == np.round(scores)))  # equal scores stay equal
-        frozen = ("queries", "keys", "weights") if tied else ()
+        may_tie = bool(np.all(scores == np.round(scores)))  # whole numbers, of which equal scores stay equal
+        frozen = ("queries", "keys", "weights") if may_tie else ()
         # Of a hundred heads that tie, some would turn the same way in each of a few.
         heads = max((math.prod(array.shape[:2]) for array in arrays_of(self.inputs) if array.ndim > 2), default=1)
         dtype = "float32" if self.dtype == "float64" and narrowest(self.inputs) else self.dtype
-        for size in (*[1.0] * (3 if heads <= _SEVERAL else 24), 30.0, 30.0, 30.0, 30.0):
+        for size in (*[1.0] * (3 if heads <= _FEW_HEADS else 24), 30.0, 30.0, 30.0, 30.0):
             try:
                 with np.errstate(all="ignore"):
                     inputs = nudged(self.inputs, dtype, rng, size, frozen=frozen)
@@ -139,7 +139,7 @@ def options_of(operation: str) -> list[str]:
 def option_tokens(operation: str, levels: Mapping[str, str]) -> tuple[str, ...]:
     """The options that a call of these levels gives, words with their value: what an implementation may lack."""
     options = {name: level for name, level in levels.items() if level and name in options_of(operation)}
-    usual = {name: FACTORS[operation][name][1] for name in options}
+    usual = {name: FACTORS[operation][name][1] for name in options}  # the first level that is given
     named = {name: f"{name}={level}" for name, level in options.items() if name in WORDS and level != usual[name]}
     return tuple(named.get(name, name if name != "layers" else "lists of layers") for name in options)
 
@@ -179,17 +179,15 @@ def sessions_of(
 def make_session(
     operation: str, key: Sequence[int], dtype: str, levels: Mapping[str, str], shapes: Sequence[int] = ()
 ) -> list[Step]:
-    """A drawn call and its company; which company, the last number of the key says."""
+    """A drawn call and what follows it, by the last number of the key."""
     d, number = Draw(operation, [*key, 1], dtype, levels), key[-1]
     call = Call(operation, draw_call(operation, key, dtype, levels, shapes), dtype, "", levels, seed=number)
-    if number % 48 == 2 and number < 100:
-        return [Step((call,)), Step((call, *(changed(d, call) for _ in range(3))))]
+    if number % 48 == 2 and number < 100:  # three sessions in threads, which take the longest
+        return [Step((call,)), Step((call, *(change_numbers(d, call) for _ in range(3))))]
     if number % 3 != 1:
-        return [
-            Step((next_call,))
-            for next_call in (call, spoiled(d, call), spoiled(d, call), call)[: 3 + (number % 3 == 0)]
-        ]
-    steps = [Step((call,)), Step((changed(d, call),), over=d.chance(0.6))]
+        calls = [call, spoil_argument(d, call), spoil_argument(d, call), *([call] if number % 3 == 0 else [])]
+        return [Step((one_call,)) for one_call in calls]
+    steps = [Step((call,)), Step((change_numbers(d, call),), over=d.chance(0.6))]
     if d.chance(0.4):
         other = d.pick([name for name in OUTPUTS if name not in ("matched_plan", "diagnose")])
         usual = {name: levels[0] for name, levels in FACTORS[other].items() if levels[0]}
@@ -202,7 +200,7 @@ def make_session(
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every argument and item of an argument, with the way to it."""
+    """Every argument and item of an argument, with its path."""
     if path:
         yield path, value
     if isinstance(value, dict | list | tuple):
@@ -224,7 +222,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(i, int | np.integer) for i in value)
 
 
-def changed(d: Draw, call: Call) -> Call:
+def change_numbers(d: Draw, call: Call) -> Call:
     """The same call with the numbers of one array, or of all, in another order or its last entry another."""
     inputs, leaves = call.inputs, list(_leaves(call.inputs))
     arrays = [(path, value) for path, value in leaves if isinstance(value, np.ndarray) and value.ndim]
@@ -247,14 +245,14 @@ def changed(d: Draw, call: Call) -> Call:
         else:
             new = value[::-1].copy()
         inputs = _put(inputs, path, new.view(type(value)))
-    title, codes = "with one argument changed", frozenset(_OF_VALUES)
+    title, codes = "with one argument changed", frozenset(_VALUE_CODES)
     return Call(call.operation, inputs, call.dtype, title, call.levels, codes, seed=call.seed)
 
 
-def spoiled(d: Draw, call: Call) -> Call:
-    """One thing changed; whether that is wrong, and how, the reference says."""
+def spoil_argument(d: Draw, call: Call) -> Call:
+    """The same call with one thing changed; the reference decides whether that is wrong, and how."""
     inputs, operation = call.inputs, call.operation
-    idle = [name for name in options_of(operation) if name not in inputs and (name in _TRIED or name in WORDS)]
+    idle = [name for name in options_of(operation) if name not in inputs and (name in _TRIALS or name in WORDS)]
     name = d.pick(idle) if idle and d.chance(0.2) else d.pick(list(inputs))
     path, old = d.pick(list(_leaves({name: inputs.get(name)})))
     codes: set[str] = set()
@@ -263,7 +261,7 @@ def spoiled(d: Draw, call: Call) -> Call:
     is_map = "probs" in name or name in ("supervision", "calibration")
     if isinstance(old, np.ndarray) and old.dtype == bool:
         new, _, _, change = _spoil_array(d, old, is_map=False)
-        codes = _OF_VALUES
+        codes = _VALUE_CODES
     elif isinstance(old, np.ndarray) and old.ndim:
         new, codes, places, change = _spoil_array(d, old, is_map)
         in_list = len(path) > 1 and not name.startswith("teacher") and name != "calibration"
@@ -273,14 +271,12 @@ def spoiled(d: Draw, call: Call) -> Call:
             codes |= {"heads-exceed", "plan-invalid"} if is_map and "argument-shape" in codes else set()
             codes |= {"mixing-invalid"} if name in ("mixing", "alphas", "alpha") else set()
             codes |= {"support-mismatch"} if name in ("supervision", "student_logits") else set()
-    elif name in _TRIED and not isinstance(old, list | tuple | np.ndarray):
+    elif name in _TRIALS and not isinstance(old, list | tuple | np.ndarray):
         near = (old + 1, old - 1, old + 9) if name.startswith(("num_", "groups", "top_k")) and old is not None else ()
-        new = d.pick((*_TRIED[name], *near))
+        new = d.pick((*_TRIALS[name], *near))
         planned = bool({"plan", "kind"} & inputs.keys())
-        codes = (
-            {"argument-value", "heads-exceed"} if name.startswith("num_") and (planned or new in _COUNT) else set()
-        )
-        codes |= {"plan-invalid", "argument-shape"} if codes and planned else set()
+        if name.startswith("num_") and (planned or new in _COUNTS):
+            codes = {"argument-value", "heads-exceed"} | ({"plan-invalid", "argument-shape"} if planned else set())
     elif isinstance(old, str) or (old is None and name in WORDS):
         new = d.pick(("another", "", "ONE", "shd2"))
     elif isinstance(old, list | tuple) and (len(path) == 1 or not _is_pair(old)):
@@ -291,7 +287,7 @@ def spoiled(d: Draw, call: Call) -> Call:
         new = d.pick((-1, 97, True, 0.5, old + 1, 0))
         codes = {"argument-value", "plan-invalid", "layers-invalid", "argument-shape"} if len(path) > 1 else set()
     else:
-        return changed(d, call)
+        return change_numbers(d, call)
     title = f"with {name}{''.join(f'[{step}]' for step in path[1:])} changed{change}"
     # Where the call was wrong before, two rules are broken (ERR-4).
     right = frozenset(codes) if call.answer[0] != "error" else error_codes()
@@ -300,8 +296,8 @@ def spoiled(d: Draw, call: Call) -> Call:
 
 def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tuple[str, ...], str]:
     """Another array, other codes that are right too, what a message must name, and words for the change."""
-    last, is_mask = 0.6 if d.axis else 0.3, old.dtype == bool
-    index = tuple(n - 1 if d.chance(last) else int(d.rng.integers(n)) for n in old.shape)
+    is_mask, last_chance = old.dtype == bool, 0.6 if d.axis else 0.3  # of an axis's end; more where one is long
+    index = tuple(n - 1 if d.chance(last_chance) else int(d.rng.integers(n)) for n in old.shape)
     kinds = ["shape", "shape", "dtype", *(("dtype", "other") if is_mask else ("entry", "entry"))]
     kind = d.pick([*kinds, *(("entry", "sum", "sum") if is_map else () if is_mask else ("other",))])
     values, before = np.array(old), f" from {old.dtype.name}{list(old.shape)}"
@@ -315,10 +311,11 @@ def _spoil_array(d: Draw, old: Array, is_map: bool) -> tuple[Any, set[str], tupl
         places = () if np.isfinite(value) else ("sample", "head")
         return values.view(type(old)), codes, places, f": {value} instead of {old[index]} at {list(index)}"
     if kind == "sum":
-        off = row_sum_tolerance(d.dtype if d.dtype in ("float16", "bfloat16") else old.dtype.newbyteorder("=").name)
-        away = d.pick((1.4, -1.4, 0.6, -0.6, 5, 30)) if d.dtype in ("float64", "float32") else d.pick((1.4, -1.4, 30))
+        is_half = d.dtype in ("float16", "bfloat16")
+        tolerance = row_sum_tolerance(d.dtype if is_half else old.dtype.newbyteorder("=").name)
+        times = d.pick((1.4, -1.4, 30) if is_half else (1.4, -1.4, 0.6, -0.6, 5, 30))
         row = values[index[:-1]]
-        row[:] = row / (row.sum() or 1.0) * (1 + away * off)
+        row[:] = row / (row.sum() or 1.0) * (1 + times * tolerance)
         if d.chance(0.2):
             row[:] = np.where(np.arange(len(row)) == 0, 2.0**-24, 0.0)  # next to nothing is not a masked row
         return values.view(type(old)), {"not-a-distribution"}, (), f": the sum of the row {list(index[:-1])}"

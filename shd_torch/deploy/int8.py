@@ -201,5 +201,4 @@ def _cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float
     if a.shape[-1] == 1:
         a, b = a.T - a.mean(), b.T - b.mean()
     norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-    cosines: NDArray[np.float64] = (a * b).sum(-1) / np.maximum(norms, np.finfo(np.float64).tiny)
-    return cosines
+    return np.asarray((a * b).sum(-1) / np.maximum(norms, np.finfo(np.float64).tiny))

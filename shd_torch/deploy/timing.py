@@ -189,15 +189,14 @@ def _take_turn(
             session.run(None, inputs)
             if time.perf_counter() >= until:
                 break
-    walls: list[float] = []
-    processors: list[float] = []
+    runs: list[tuple[float, float]] = []
     until = time.perf_counter() + _TURN_SECONDS
-    while not walls or (time.perf_counter() < until and len(walls) < _MOST_RUNS):
+    while not runs or (time.perf_counter() < until and len(runs) < _MOST_RUNS):
         processor, wall = time.process_time(), time.perf_counter()
         session.run(None, inputs)
-        walls.append(time.perf_counter() - wall)
-        processors.append(time.process_time() - processor)
-    return statistics.median(walls), statistics.median(processors)
+        runs.append((time.perf_counter() - wall, time.process_time() - processor))
+    wall, processor = map(statistics.median, zip(*runs, strict=True))
+    return wall, processor
 
 
 def _wait_for_spinning() -> None:
