@@ -179,8 +179,7 @@ def pack(codes: NDArray[Any], support: str, codec: str | None = None) -> NDArray
         return little.view(np.uint8)
     # Two codes a byte, the first in the lower half; a last one alone is followed by zero bits.
     even = np.pad(little, (0, len(little) % 2))
-    packed: NDArray[np.uint8] = even[0::2] | (even[1::2] << np.uint8(4))
-    return packed
+    return np.asarray(even[0::2] | (even[1::2] << np.uint8(4)), np.uint8)
 
 
 def unpack(
