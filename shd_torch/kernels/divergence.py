@@ -94,7 +94,7 @@ class Heads(NamedTuple):
     keys: Tensor  # (B, H / group_size, S, d), the last axis contiguous
     query_strides: tuple[int, ...]  # of batch, head, row
     key_strides: tuple[int, ...]
-    lse: Tensor | None  # (B, H, L), natural log-sum-exp of the scaled and tempered logits
+    lse: Tensor | None  # (B, H, L), log-sum-exp of the scaled and tempered logits, to base 2
     num_heads: int
     group_size: int  # query heads that read one key head
     scale: float  # of the logits, over T, in units of log2

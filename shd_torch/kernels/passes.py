@@ -117,9 +117,9 @@ def member_tile(supervision, teacher, batch, head, index, rows, keys, gain, num_
     queries = load_queries(teacher, batch, member, rows, exist)
     key_vectors = load_keys(teacher, batch, member, keys, keys < num_keys)
     line = (batch.to(tl.int64) * teacher.num_heads + member) * supervision.num_rows
-    lse = tl.load(teacher.lse + line + rows, mask=exist, other=0.0) * LOG2_E
-    shift = lse - tl.log2(load_mixing(supervision, batch, head, member, rows, exist) * gain)
-    return tl.exp2(logits_tile(queries, key_vectors, teacher) - (shift)[:, None])
+    lse = tl.load(teacher.lse + line + rows, mask=exist, other=0.0)
+    weight = load_mixing(supervision, batch, head, member, rows, exist) * gain
+    return tl.exp2(logits_tile(queries, key_vectors, teacher) - lse[:, None]) * weight[:, None]
 
 
 @triton.jit
@@ -164,7 +164,7 @@ HEADROOM = tl.constexpr(4096.0)
 
 @triton.jit
 def lse_pass(lse, model, mask, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Natural log-sum-exp of every row ``(B, H, L)``; -inf on rows that may attend to nothing."""
+    """Log-sum-exp of every row ``(B, H, L)``; -inf on rows that may attend to nothing."""
     start = tl.program_id(0) * ROWS
     batch, head = tl.program_id(1) // model.num_heads, tl.program_id(1) % model.num_heads
     rows = start + tl.arange(0, ROWS)
@@ -185,7 +185,7 @@ def lse_pass(lse, model, mask, ROWS: tl.constexpr, KEYS: tl.constexpr):
         total = total * tl.exp2(peak - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
         peak = raised
     # log2(0) is -inf, where the peak is as well.
-    result = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf")) / LOG2_E
+    result = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
     line = tl.program_id(1).to(tl.int64) * mask.num_rows
     tl.store(lse + line + rows, result, mask=exist)
 
@@ -214,7 +214,7 @@ def load_rows(student, supervision, weights, largest, num_rows, batch, head, row
     line = (batch.to(tl.int64) * student.num_heads + head) * num_rows
     exist = rows < num_rows
     weight = tl.load(weights + line + rows, mask=exist, other=0.0)
-    lse = tl.load(student.lse + line + rows, mask=exist, other=0.0) * LOG2_E
+    lse = tl.load(student.lse + line + rows, mask=exist, other=0.0)
     mass = tl.load(supervision.masses + line + rows, mask=exist, other=0.0)
     if supervision.is_coded:
         # A row without supervision, or with some where the student may not attend (NaN), moves nothing.
@@ -228,20 +228,20 @@ def load_rows(student, supervision, weights, largest, num_rows, batch, head, row
 
 @triton.jit
 def difference_tile(student, supervision, mask, queries, key_vectors, batch, head, start, rows, keys, terms, gain):
-    """``gain (rho A_student - A~)``, then ``gain A~`` and log2 of ``gain rho A_student``.
+    """``gain (rho A_student - A~)``, then ``gain A~`` and log2 of ``A_student``.
 
-    The factors of a row go into its exponent, which costs nothing an entry.
+    In the exponent a row's factors would cost nothing, but round a probability near 1 as the logarithm of gain, 12.
     """
     lse, mass, factor = terms
     allowed = may_attend(mask, batch, rows, keys)
     logits = logits_tile(queries, key_vectors, student)
-    log_probs = tl.where(allowed, logits - (lse - tl.log2(mass * gain))[:, None], float("-inf"))
+    log_probs = tl.where(allowed, logits - lse[:, None], float("-inf"))
     if supervision.is_coded:
         target = coded_tile(supervision, batch, head, start, rows, keys) * (factor * gain)[:, None]
     else:
         target = factored_tile(supervision, batch, head, rows, keys, gain, mask.num_keys)
         target = tl.where(allowed, target, 0.0)
-    return tl.exp2(log_probs) - target, target, log_probs
+    return tl.exp2(log_probs) * (mass * gain)[:, None] - target, target, log_probs
 
 
 @triton.jit
@@ -255,6 +255,8 @@ def rows_pass(dq, dk, kl, student, supervision, mask, weights, peak, factor, ROW
     weight, share, terms = load_rows(student, supervision, weights, largest, mask.num_rows, batch, head, rows)
     queries = load_queries(student, batch, head, rows, exist)
     gain = tl.full([ROWS], HEADROOM, tl.float32)
+    student_mass = terms[1] * HEADROOM
+    unit = 1.0 / tl.where(student_mass > 0.0, student_mass, 1.0)
     gradient = tl.zeros([ROWS, student.padded], tl.float32)
     divergence = tl.zeros([ROWS], tl.float32)
     first, end = key_range(mask, start, ROWS, KEYS)
@@ -268,7 +270,7 @@ def rows_pass(dq, dk, kl, student, supervision, mask, weights, peak, factor, ROW
         )
         gradient = tl.dot(difference.to(key_vectors.dtype), key_vectors, gradient, input_precision=student.precision)
         if kl is not None:
-            surprise = tl.log2(tl.where(target > 0.0, target, 1.0)) - log_probs
+            surprise = tl.log2(tl.where(target > 0.0, target * unit[:, None], 1.0)) - log_probs
             divergence += tl.sum(tl.where(target > 0.0, target * surprise, 0.0), 1)
         if dk is not None:
             weighted = (difference * share[:, None]).to(queries.dtype)

@@ -88,6 +88,14 @@ def test_factored_supervision(loss: Loss, case: Case, deterministic: bool) -> No
     assert_agrees(actual, case.expected(), case.dtype)
 
 
+def test_a_row_of_one_key_moves_nothing(loss: Loss) -> None:
+    """A probability of 1 keeps its digits."""
+    case = kernel_case("one key", 1, width=64, teacher_width=64)
+    actual = loss(factored(case), arguments(case, beta=1.0, scale=1.0))
+    limit = load_tolerances()["agreement"]["float32"]["gradient"]["atol"]
+    assert max(np.abs(actual[name]).max() for name in ("dq", "dk")) <= limit
+
+
 @pytest.mark.parametrize("case", CODED_CASES, ids=lambda case: case.name)
 def test_coded_supervision(loss: Loss, case: Case) -> None:
     codes = encode("sqrt8-row", case.maps())
