@@ -199,6 +199,8 @@ def tests(session: nox.Session) -> None:
     parallel = ("-n", str(min(os.cpu_count() or 1, 6) + 2), "--dist", "loadfile", "--no-loadscope-reorder")
     with ThreadPoolExecutor() as pool:
         types = None if session.posargs else pool.submit(session.run, "mypy")
+        if types:  # byte code is made once, while mypy has the other core, and not by each process
+            session.run("pytest", "--collect-only", "-q", silent=True, env=TEST_ENV)
         session.run("pytest", "-m", "not nightly", *parallel, *session.posargs, env=TEST_ENV)
         if types:
             types.result()
