@@ -160,12 +160,7 @@ _OF_TOKENS: Final = ("normalizer", "pre_tokenizer", "model", "post_processor", "
 
 @dataclass(frozen=True)
 class Difference:
-    """Attributes:
-    part: of the models.
-    teacher, student: the part of each.
-    effect: ``blocks``, ``hurts`` or ``note``.
-    remedy: in a sentence.
-    """
+    """A part of both models as each has it, its effect (``blocks``, ``hurts`` or ``note``), and a remedy."""
 
     part: str
     teacher: str
@@ -279,12 +274,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer and its reason.
-
-    Attributes:
-        answer: ``yes``, ``probably not`` or ``no``.
-        because: in a sentence.
-    """
+    """The answer (``yes``, ``probably not`` or ``no``) and its reason in a sentence."""
 
     answer: str
     because: str
