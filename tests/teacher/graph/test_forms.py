@@ -25,6 +25,7 @@ from support.attention_graphs import (
 from support.refusals import refusal
 
 from shd_ref.teacher import find_factors, find_sites, load_teacher, open_session, projection_of
+from shd_ref.teacher.graph import walk
 from shd_ref.teacher.rewrite.tiles import find_tiles
 
 Feeds = Mapping[str, NDArray[Any]]
@@ -159,6 +160,30 @@ def test_rows_that_are_scaled_to_one_in_every_form(form: str) -> None:
     assert str(tiles.reason).startswith("Softmax stands on the way") == (form == "competing rows")
     sums = check_outputs(model, inputs_of()).sum(axis=-1)
     assert (sums < 0.99).any() if row_sums == "at_most_one" else np.allclose(sums, 1, atol=1e-5)
+
+
+def test_a_form_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another spelling of a softmax touches one function: maps, values, queries and keys follow from it."""
+
+    def spell(build: GraphBuilder, logits: str) -> str:
+        return build.op("Exp", build.op("Sub", logits, build.op("Log", row_sum(build, build.op("Exp", logits)))))
+
+    model = attention_on_inputs(normalise=spell, **FIXED)
+    assert not find_sites(model)
+    read_known = walk.read_map
+
+    def read_map(node: Any) -> walk.Spelling | None:
+        steps, value = [], node.outputs[0] if node.op_type == "Exp" else None
+        for slot in (0, 1, 0, 0):  # into the exponential, the subtracted logarithm, its sum
+            producer = None if value is None else value.producer()
+            steps.append("" if producer is None else producer.op_type)
+            value = None if producer is None or len(producer.inputs) <= slot else producer.inputs[slot]
+        if steps == ["Exp", "Sub", "Log", "ReduceSum"]:
+            return walk.Spelling(node.inputs[0].producer().inputs[0])
+        return read_known(node)
+
+    monkeypatch.setattr(walk, "read_map", read_map)
+    check_outputs(model, inputs_of())
 
 
 LOGITS: dict[str, Change] = {
