@@ -247,7 +247,7 @@ def shd_loss_gradient_qk(
     scale = check_number("scale", scale, "GRAD-8")
     maps, given_q, given_k = as_layers(supervision=supervision, queries=queries, keys=keys)
     pairs = [_check_qk(q, k, layer) for layer, (q, k) in enumerate(zip(given_q, given_k, strict=True))]
-    # Every query head beside the key head that it reads: h // (H_s / H_kv).
+    # The key head that each query head reads: h // (H_s / H_kv).
     read = [np.repeat(k, q.shape[1] // k.shape[1], axis=1) for q, k in pairs]  # (B, H_s, S, d)
     logits: list[ArrayLike] = [scale * (q @ k.swapaxes(-1, -2)) for (q, _), k in zip(pairs, read, strict=True)]
     rows = layer_rows(maps, logits, **keywords)

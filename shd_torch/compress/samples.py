@@ -73,7 +73,7 @@ class Samples:
     choices: list[Row]  # for comparing candidates
     held_out: list[Row]  # for the figures of the page
     digest: str  # of all of them, in order
-    train_files: list[str] = field(default_factory=list)  # where the data are of several files: that of each row
+    train_files: list[str] = field(default_factory=list)  # the file of each row, where there are several
     held_files: list[str] = field(default_factory=list)
 
     def calibration(self, most: int = CALIBRATION, pad_id: int = 0) -> dict[str, NDArray[Any]]:

@@ -81,8 +81,8 @@ def test_exact_targets_are_whole_logits(
     parts = random(*ROWS, OWN, seed=9), random(CLASSES, OWN, seed=10), random(CLASSES, seed=11)
     keywords = {"divergence": divergence, **options}
     for loss, arguments in ((kd_loss, (student,)), (linear_kd_loss, parts)):
-        made, target = (pairs_of(partial(loss, taught), *arguments, **keywords) for taught in (exact, whole))
-        for value, expected in zip(made, target, strict=True):
+        actual, reference = (pairs_of(partial(loss, teacher), *arguments, **keywords) for teacher in (exact, whole))
+        for value, expected in zip(actual, reference, strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
 
 

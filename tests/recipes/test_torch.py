@@ -100,8 +100,8 @@ def test_gradients_are_finite_differences(case: str) -> None:
     places = (0, 2) if operation.startswith("deit") else (0,)  # the distillation token is the student's, too
 
     def total(*tensors: Tensor) -> Tensor:
-        taken = dict(enumerate(arguments)) | dict(zip(places, tensors, strict=True))
-        return getattr(recipes, operation)(*taken.values(), **keywords).total
+        moved = dict(enumerate(arguments)) | dict(zip(places, tensors, strict=True))
+        return getattr(recipes, operation)(*moved.values(), **keywords).total
 
     assert gradcheck(total, tuple(arguments[place].clone().requires_grad_() for place in places))
 

@@ -71,7 +71,7 @@ def find_targets(
         rule = "hidden states are counted by the blocks of the decoder"
         raise graph_unsupported(f"{rule}, and {unknown[0].label} may be one of the decoder's: {unknown[0].reason}")
     if layers and of_decoder and not (blocks and kinds.decoder_inputs):
-        rule = "hidden states with cross attention are a decoder's, with self-attention and inputs of its own"
+        rule = "hidden states with cross attention are a decoder's, with its own self-attention and inputs"
         raise graph_unsupported(f"{rule}; this graph lacks them: run the teacher live (OnlineTeacher)", "CACHE-175")
     if options.embeddings is not None and of_decoder:
         rule = "embeddings are made of a single sequence, and this graph has a decoder's too"

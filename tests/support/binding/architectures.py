@@ -73,10 +73,10 @@ def make_model(name: str, attn_implementation: str | None = None, kind: str | No
     import transformers
 
     config, model, arguments = _HUGGING_FACE[name]
-    made = getattr(transformers, kind or model)(getattr(transformers, config)(**(arguments | changes)))
+    network = getattr(transformers, kind or model)(getattr(transformers, config)(**(arguments | changes)))
     if attn_implementation is not None:
-        made.set_attn_implementation(attn_implementation)
-    return (made.get_encoder() if name in ENCODERS_INSIDE else made).eval()
+        network.set_attn_implementation(attn_implementation)
+    return (network.get_encoder() if name in ENCODERS_INSIDE else network).eval()
 
 
 def make_inputs(name: str, batch: int = 2, length: int = 9, seed: int = 0) -> dict[str, Tensor]:
