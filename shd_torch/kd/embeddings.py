@@ -17,7 +17,7 @@ DISTANCES: Final[tuple[str, ...]] = ("cosine", "mse", "similarity")
 
 MOST_TEXTS: Final = 2048
 """Texts that are compared with each other at once: two million pairs."""
-_LEAST_TEXTS: Final = 3  # two texts are one pair, and a rank correlation needs several
+LEAST_TEXTS: Final = 3  # two texts are one pair, and a rank correlation needs several
 _NEIGHBOURS: Final = 10
 
 
@@ -131,8 +131,8 @@ def compare_embeddings(teacher: Tensor, student: Tensor) -> EmbeddingAgreement:
         check_real(vectors, name, check=True, ndim=2)
     check_shapes(len(teacher) == len(student), "teacher and student must embed the same texts", teacher, student)
     count = len(teacher)
-    rule = f"be {_LEAST_TEXTS} to {MOST_TEXTS} to be compared"
-    need(_LEAST_TEXTS <= count <= MOST_TEXTS, "argument-value", "texts", rule, count)
+    rule = f"be {LEAST_TEXTS} to {MOST_TEXTS} to be compared"
+    need(LEAST_TEXTS <= count <= MOST_TEXTS, "argument-value", "texts", rule, count)
     sides = [_cosines(vectors.detach().to(torch.float64)) for vectors in (teacher, student.to(teacher.device))]
     above = torch.ones_like(sides[0], dtype=torch.bool).triu(1)
     spearman = rank_correlation(*(cosines[above] for cosines in sides))

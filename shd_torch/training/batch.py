@@ -19,7 +19,7 @@ from shd_ref.cache import Manifest, Maps, SampleRecord
 from shd_ref.errors import ShdError, need
 from shd_torch.capture.capture import Captured
 from shd_torch.data.dataset import SupervisedDataset, SupervisedStream, pack_batch
-from shd_torch.kd.embeddings import MOST_TEXTS, EmbeddingAgreement, compare_embeddings
+from shd_torch.kd.embeddings import LEAST_TEXTS, MOST_TEXTS, EmbeddingAgreement, compare_embeddings
 from shd_torch.recipes.terms import IGNORED
 from shd_torch.supervision.cached import CachedSupervision
 from shd_torch.supervision.supervision import Taught, TaughtLayers
@@ -202,7 +202,7 @@ class SeenEmbeddings:
         self._room -= len(first[0])
 
     def agreement(self) -> EmbeddingAgreement | None:
-        if MOST_TEXTS - self._room < 3:
+        if MOST_TEXTS - self._room < LEAST_TEXTS:
             return None
         teacher, student = (torch.cat(side) for side in zip(*self._pairs, strict=True))
         return compare_embeddings(teacher, student)
